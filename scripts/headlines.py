@@ -101,6 +101,25 @@ def micros(time: float, is_best: bool = False) -> str:
     return f"**{text}**" if is_best else text
 
 
+def summary(*reports: tuple[Report, dict[str, tuple[str, ...]]]) -> str:
+    """Return a line for each group of kinds: how many cases, mean, worst, and how many are slower."""
+    lines = []
+    for report, kinds in reports:
+        by_case = {row.case: row.kind for row in report.rows}
+        found = speedups(report.rows)
+        for name, group in kinds.items():
+            some = {case: ratio for case, ratio in found.items() if by_case[case] in group}
+            if not some:
+                continue
+            worst = min(some, key=lambda case: some[case])
+            slower = sum(ratio < 1 for ratio in some.values())
+            lines.append(
+                f"* {name}: {statistics.geometric_mean(some.values()):.2f}× as fast over {len(some)} cases, "
+                f"{some[worst]:.2f}× at worst ({worst}); another library is faster in {slower or 'none'}\n"
+            )
+    return "".join(lines)
+
+
 def invariant(report: Report) -> str:
     """Return what batch-invariant plans cost, as a sentence."""
     words = []
@@ -136,6 +155,7 @@ DENSE = {
 LATENTS = {"latents, decode": ("MLA decode",), "latents, prompts": ("MLA prefill",)}
 HEADLINES: dict[str, Callable[[], str]] = {
     "speed": lambda: speed_table(load(RESULTS / "h200.json")),
+    "summary": lambda: summary((load(RESULTS / "h200.json"), DENSE), (load(RESULTS / "mla_h200.json"), LATENTS)),
     "invariant": lambda: invariant(load(RESULTS / "h200.json")),
     "h200": lambda: table(load(RESULTS / "h200.json"), DENSE),
     "h100": lambda: table(load(RESULTS / "h100.json"), DENSE),

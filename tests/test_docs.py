@@ -47,7 +47,7 @@ WITH_EXAMPLES = (
     "docs/distributed.md",
     "docs/debug.md",
 )
-MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md"), Path("DESIGN.md")}
+MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md")}
 LONGEST_LINE = 200
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -188,6 +188,9 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     found = HEADLINES["speedups"](rows)
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
+    assert HEADLINES["summary"]((SimpleNamespace(rows=rows), {"all": ("decode",), "others": ("prefill",)})) == (
+        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); another library is faster in 1\n"
+    )
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
@@ -202,13 +205,24 @@ STEP = re.compile(r"^\| `([a-z_/]+\.py)`: `([\w.]+)` \|", re.MULTILINE)
 
 
 def paths() -> dict[str, list[tuple[str, str]]]:
-    """Return the paths of DESIGN.md: the functions of each table, as (file, function), by heading and number."""
+    """Return the tables of functions in DESIGN.md and docs/kernels, as (file, function), by heading and number."""
     found = {}
-    for section in re.split(r"^### ", (ROOT / "DESIGN.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        section = section.split("\n## ")[0]
-        tables = [STEP.findall(table) for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)]
-        found |= {f"{section.splitlines()[0]}, table {i}": steps for i, steps in enumerate(tables, start=1)}
+    for page in [ROOT / "DESIGN.md", *sorted(ROOT.glob("docs/kernels/*.md"))]:
+        for section in re.split(r"^#{1,3} ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            tables = [STEP.findall(table) for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)]
+            steps = [table for table in tables if table]
+            found |= {f"{section.splitlines()[0]}, table {i}": table for i, table in enumerate(steps, start=1)}
     return found
+
+
+def test_the_design_can_be_read_in_one_sitting():
+    assert len((ROOT / "DESIGN.md").read_text(encoding="utf-8").split()) <= 3000
+
+
+def test_every_kernel_family_has_a_page():
+    pages = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob("docs/kernels/*.md"))
+    folders = {path.parent.name for path in (ROOT / "src/quire/kernels").glob("*/launch.py")}
+    assert {folder for folder in folders if f"`kernels/{folder}/`" not in pages} == set()
 
 
 def test_every_module_is_in_a_layer():
@@ -245,8 +259,8 @@ class Call:
     latent: bool = False
     query_len: int = 1
 
-    def enter(self) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Plan and attend, without compiling; return the functions that each of the two entered first, in order."""
+    def enter(self) -> dict[str, list[tuple[str, str]]]:
+        """Plan and attend, without compiling; return the functions that were entered by each and by both, in order."""
         entered = []
 
         def enter(frame, event, _):
@@ -271,22 +285,17 @@ class Call:
                 quire.attention(q, cache, plan)
             finally:
                 sys.setprofile(before)
-        return entered[:planned], entered[planned:]
+        return {"plan": entered[:planned], "attention": entered[planned:], "both": entered}
 
 
-PATHS = {
-    "The path of q, table 1": Call(),
-    "The path of q, table 2": Call(query_len=2048),
-    "The path of page_table, table 1": Call(),
-    "The path of plan, table 1": Call(),
-    "The path of plan, table 2": Call(),
-    "The path of q over latents, table 1": Call("sm80", latent=True),
-    "The path of q over latents, table 2": Call(latent=True),
-    "The path of the latents, table 1": Call("sm80", latent=True),
-    "The path of the latents, table 2": Call(latent=True),
-    "The path of a plan for latents, table 1": Call(latent=True),
+PATHS = {  # the call that takes the path, and the verbs whose functions are compared
+    "A call, table 1": (Call(), "plan"),
+    "A call, table 2": (Call(), "attention"),
+    "A captured step, table 1": (Call(), "both"),
+    "The path of a prompt, table 1": (Call(query_len=2048), "attention"),
+    "The path of q over latents, table 1": (Call("sm80", latent=True), "attention"),
+    "The path of q over latents on a Hopper GPU, table 1": (Call(latent=True), "attention"),
 }
-OF_A_PLAN = "The path of plan, table 2", "The path of a plan for latents, table 1"
 
 
 def test_every_path_has_its_call():
@@ -301,8 +310,8 @@ def test_a_call_takes_its_path_in_this_order(path, monkeypatch):
         importlib.import_module(f"quire.kernels.{name}")
     monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
     forget_trees()  # nor remember what was chosen before
-    planning, calling = PATHS[path].enter()
-    entered = dict.fromkeys(planning if path in OF_A_PLAN else calling)
+    call, verbs = PATHS[path]
+    entered = dict.fromkeys(call.enter()[verbs])
     on_the_host = [step for step in paths()[path] if not functions_of(step[0])[step[1]]]
     assert [step for step in entered if step in on_the_host] == on_the_host
 

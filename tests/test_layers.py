@@ -18,6 +18,7 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
         *("errors", "spec", "state", "batch", "checks.batch", "cache", "cache_layout", "allocator"),
         *("norm_rope", "intervals", "draft_trees", "reference", "version"),
     ),
+    ("triton_internals",),
     ("dispatch",),
     ("kernels",),
     ("compile_ahead.corners", "plan", "checks", "launch_codec"),

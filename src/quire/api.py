@@ -13,7 +13,14 @@ import torch
 from quire import ops
 from quire.cache import PagedKVCache, packed_cache
 from quire.checks import attention as checks
-from quire.checks.attention import check_attention, check_merge_states, check_out, check_out_scale, check_varlen
+from quire.checks.attention import (
+    NewTokens,
+    check_attention,
+    check_merge_states,
+    check_out,
+    check_out_scale,
+    check_varlen,
+)
 from quire.checks.cache import check_copy_pages, check_write_kv, check_write_latent
 from quire.dispatch.device import is_served_by_torch
 from quire.errors import check_flag, describe
@@ -148,7 +155,7 @@ def attention(
         True
     """
     given = k is not None or v is not None or slot_mapping is not None or rope is not None or qk_norm is not None
-    new: Any = (k, v, slot_mapping, rope, qk_norm) if given else None
+    new = NewTokens(k, v, slot_mapping, rope, qk_norm) if given else None  # pyright: ignore[reportArgumentType]
     check_attention(q, cache, plan, sinks, alibi_slopes, new)  # `quire.debug.record` takes its place while it records
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
@@ -170,16 +177,16 @@ def attention(
     else:
         check_out("out", out, (num_tokens, spec.num_q_heads, spec.head_dim_v), dtype, device)
     if new is not None:
-        new = named(*new)
+        new = named(new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
         if appender is not None:
             appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
             return out if lse is None else State(out, lse)
         if not torch.compiler.is_compiling():
-            plan.check_before_write(cache, new[2])
+            plan.check_before_write(cache, new.slot_mapping)
         if rope is None and qk_norm is None:
             write: Any = write_latent if spec.latent else write_kv
-            write(*new[:2], cache, new[2])
+            write(new.k, new.v, cache, new.slot_mapping)
         else:
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
             norm_rope_and_write(first, q, cache, *new)
@@ -190,9 +197,13 @@ def attention(
     return out if lse is None else State(out, lse)
 
 
-def named(k: Any, v: Any, slot_mapping: Any, rope: Any, qk_norm: Any) -> Any:
-    """Return the arguments with a `Rope` and a `QKNorm` in place of bare tuples."""
-    return k, v, slot_mapping, None if rope is None else Rope(*rope), None if qk_norm is None else qk_norm_of(qk_norm)
+def named(new: NewTokens) -> Any:
+    """Return what is given of new tokens with a `Rope` and a `QKNorm` in place of bare tuples."""
+    k, v, slot_mapping, rope, qk_norm = new
+    if rope is None and qk_norm is None:
+        return new
+    rope, qk_norm = None if rope is None else Rope(*rope), None if qk_norm is None else qk_norm_of(qk_norm)
+    return NewTokens(k, v, slot_mapping, rope, qk_norm)
 
 
 def norm_rope_and_write(

@@ -392,11 +392,21 @@ class PagedKVCache:
         return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, small, self.has_wide_offsets)
 
     @property
-    def addresses(self) -> tuple[int, int, int | None, int | None]:
-        """Of k, v and their scales."""
+    def addresses(self) -> tuple[int, int, int | None, int | None] | tuple[int, int | None, int | None]:
+        """Of k, v and their scales; of latents, of the columns that are values, the rotary ones and the scales."""
+        if self.is_latent:
+            return self._addresses_of_latents()
         if self.k_scale is None or self.v_scale is None:
             return self.k.data_ptr(), self.v.data_ptr(), None, None
         return self.k.data_ptr(), self.v.data_ptr(), self.k_scale.data_ptr(), self.v_scale.data_ptr()
+
+    def _addresses_of_latents(self) -> tuple[int, int | None, int | None]:
+        if self.scale_kind == "record":
+            values, scales, rope = self.records
+            return values.data_ptr(), rope.data_ptr(), scales.data_ptr()
+        at = self.k.data_ptr()
+        rope_at = at + self.head_dim_v * self.dtype.itemsize if self.head_dim_v < self.head_dim else None
+        return at, rope_at, None if self.k_scale is None else self.k_scale.data_ptr()
 
     def _scale(self, name: str, scale: Any) -> torch.Tensor | None:
         if scale is None:

@@ -19,19 +19,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
 
 import quire
-from quire.dispatch.device import DeviceProperties, interprets, properties_of, read_memory_gbps
+from quire import triton_internals
+from quire.dispatch.device import DeviceProperties, interprets, properties_of
 from quire.dispatch.request import cdiv
-from quire.kernels.stub_driver import compile_only
+from quire.kernels.launcher import compile_only
+from quire.triton_internals import CompiledKernel, GPUTarget, cuobjdump
 
 KB = 1024
 
@@ -83,11 +80,10 @@ TARGETS = {
 def current_target() -> Target:
     """Return the current GPU as a target."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    active: Any = driver.active
-    gpu: GPUTarget = active.get_current_target()
+    gpu = triton_internals.current_target()
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     max_warps = properties.max_threads_per_multi_processor // gpu.warp_size
-    memory_gbps = read_memory_gbps(torch.cuda.current_device())
+    memory_gbps = triton_internals.memory_gbps(torch.cuda.current_device())
     return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, memory_gbps, max_warps, 32)
 
 
@@ -151,11 +147,12 @@ def inspect(name: str, kernel: CompiledKernel, target: Target, options: dict[str
 
 def inspect_nvidia(kernel: CompiledKernel, target: Target) -> tuple[int, int, int, int]:
     """Return registers, spilled bytes, 0 scalar spills and occupancy of a kernel for an NVIDIA GPU."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [cuobjdump(), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     metadata: Any = kernel.metadata
     registers_of_warp = 256 * cdiv(32 * usage["REG"], 256)

@@ -121,9 +121,9 @@ def test_a_process_that_helps_ends_with_the_warm_up(monkeypatch):
 ORDERS = """
 import sys
 from quire.kernels.block.kernel import block_kernel
-from quire.kernels.launcher import hash_callees
 from quire.kernels.mla.kernel import mla_kernel
 from quire.kernels.split_kv.kernel import split_kv_kernel
+from quire.triton_internals import hash_callees
 kernels = [block_kernel, split_kv_kernel, mla_kernel]
 for kernel in kernels[:: int(sys.argv[1])]:
     hash_callees(kernel)

@@ -23,13 +23,13 @@ from quire import api
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, write, write_latent
-from quire.kernels.launcher import LaunchCache, address_of, kinds_of, tensors_of
+from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
 from quire.kernels.scratch import Part
-from quire.kernels.stub_driver import StubDriver
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.kernels.views import Partials
 from quire.plan import make_plan
 from quire.targets import TARGETS
+from quire.triton_internals import StubDriver
 from tests.compile import launches
 from tests.extended import each_kind, extended
 
@@ -214,7 +214,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
 def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
     """In the launch that attends, and before it. Another table or norm goes through the binder, another address not."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
-    monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(norm_rope.NORM_ROPE, "compiled", {})
     monkeypatch.setattr(write, "device_properties", lambda device: TARGETS["sm90"].properties)
     monkeypatch.setattr(api, "is_served_by_torch", lambda device: False)
     wanted = launches.FEATURES["plain"]
@@ -256,7 +256,7 @@ def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, pass
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {other}")
-    monkeypatch.setattr(norm_rope, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(norm_rope.NORM_ROPE, "compiled", {})
     plan = without_launches(plan)
     (bound,) = passed_by(layers[1])
     assert again == bound != first
@@ -306,6 +306,25 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         before = len(passed)
         quire.attention(**inputs | queries, plan=without_launches(plan))
         assert again == passed[before:] != passed[:1]
+
+
+def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched(passed, monkeypatch):
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm80"]))
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm80"].properties, on_compile=None):
+        plan = launches.plan_of("decode, split", launches.make_spec(64, wanted), wanted)
+    inputs = launches.make_inputs(plan, wanted)
+    inputs["out"] = torch.empty_like(inputs["q"])
+    odd = torch.empty(inputs["q"].numel() + 1, dtype=inputs["q"].dtype)[1:].view(inputs["q"].shape)
+    quire.attention(**inputs, plan=plan)
+    with mock.patch.object(JITFunction, "run", side_effect=InterruptedError), pytest.raises(InterruptedError):
+        quire.attention(**inputs | {"q": odd}, plan=plan)
+    quire.attention(**inputs | {"q": odd}, plan=plan)
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
+        quire.attention(**inputs | {"q": odd}, plan=plan)
+        quire.attention(**inputs, plan=plan)
+    aligned, bound, again, aligned_again = passed
+    assert again == bound != aligned == aligned_again
 
 
 def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(passed, monkeypatch):
@@ -423,7 +442,7 @@ def test_kept_tensor_maps_are_bounded_and_keep_no_memory(prompts):
 def test_the_launcher_of_tensor_maps_is_that_of_descriptors(prompts):
     """Triton expands the types of descriptors to those of tensor maps, shapes and strides, and so does Quire."""
     plan, _, _ = prompts
-    (kept,) = plan.runner.launches.compiled.values()
+    (kept,) = plan.runner.attend.compiled.values()
     types, metadata = kept.kernel.src.signature, kept.kernel.metadata.tensordesc_meta
     if hasattr(nvidia, "make_launcher"):  # Triton 3.6.0 writes a launcher in C
         assert nvidia.make_launcher({}, kept.run.types, None) == nvidia.make_launcher({}, types, metadata)
@@ -516,7 +535,7 @@ def states_to_merge(count=2, num_tokens=3, num_heads=4, dim=64, dtype=torch.bflo
 def test_a_second_merge_passes_what_the_binder_passes(passed, monkeypatch):
     """States of another number, shape, dtype, distance or alignment go through the binder."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
-    monkeypatch.setattr(combine, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(combine.MERGE, "compiled", {})
     first, again = states_to_merge(), states_to_merge()
     results = [combine.merge_states(first)]
     others = {"count": 3}, {"num_tokens": 5}, {"num_heads": 2}, {"dim": 32}, {"dtype": torch.float16}, {"pad": 32}
@@ -526,7 +545,7 @@ def test_a_second_merge_passes_what_the_binder_passes(passed, monkeypatch):
             with pytest.raises(InterruptedError):
                 combine.merge_states(states_to_merge(**other))
                 pytest.fail(f"relaunched for other {other}")
-    monkeypatch.setattr(combine, "LAUNCHES", LaunchCache())
+    monkeypatch.setattr(combine.MERGE, "compiled", {})
     results.append(combine.merge_states(again))
     new = [{result.out.data_ptr(), result.lse.data_ptr()} for result in results]
     found = [(grid, [x for x in facts if x not in mine]) for (_, grid, facts), mine in zip(passed, new, strict=True)]
@@ -546,13 +565,20 @@ def new_tokens(kind, dtype, other, width=16):
     return write_latent.write_latent, (*rows, quire.PagedKVCache.empty(spec, 4, 64, layout=layout), slots)
 
 
+def forget(monkeypatch):
+    """Let no write have compiled launches."""
+    for kernel in (write.WRITE, write_latent.WRITE, write_latent.WRITE_RECORDS):
+        monkeypatch.setattr(kernel, "compiled", {})
+    launcher.SHARED.clear()
+
+
 @pytest.mark.parametrize("kind", ["keys and values", "e4m3", "records"])
 def test_a_second_write_passes_what_the_binder_passes(kind, passed, monkeypatch):
     """Rows of other dtypes or strides go through the binder."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
     module = write if kind == "keys and values" else write_latent
     monkeypatch.setattr(module, "device_properties", lambda device: TARGETS["sm90"].properties)
-    monkeypatch.setattr(module, "LAUNCHES", LaunchCache())
+    forget(monkeypatch)
     half, brain = torch.float16, torch.bfloat16
     call, arguments = new_tokens(kind, brain, brain)
     call(*arguments)
@@ -563,7 +589,7 @@ def test_a_second_write_passes_what_the_binder_passes(kind, passed, monkeypatch)
             with pytest.raises(InterruptedError):
                 call(*new_tokens(kind, *others)[1])
                 pytest.fail(f"relaunched for other rows: {others}")
-    monkeypatch.setattr(module, "LAUNCHES", LaunchCache())
+    forget(monkeypatch)
     call(*arguments)
     assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
 
@@ -578,7 +604,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
         yield
         current[0] = before
 
-    class Kernel:
+    class Function:
         __name__, arg_names = "kernel", ["x", "BLOCK"]
 
         def warmup(self, x, grid, **meta):
@@ -603,15 +629,15 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     monkeypatch.setattr("quire.kernels.launcher.kinds_of", lambda value: object())  # fake tensors have no address
     with FakeTensorMode():
         tensors = [torch.empty(3, device=f"cuda:{i}") for i in (1, 0, 1)]
-    kept = LaunchCache()
+    kernel = Kernel(Function())
     for x in tensors:
-        if not kept.relaunch(x.device, (1, 1, 1), (0,)):
-            kept.launch(x.device, Kernel(), (1, 1, 1), (x,), (), {"BLOCK": 16})
+        if not kernel.relaunch(x.device, (1, 1, 1), [0]):
+            kernel.launch(x.device, (1, 1, 1), Arguments((x,), (), {"BLOCK": 16}))
     current[0] = 2
-    assert kept.relaunch(tensors[0].device, (1, 1, 1), (0,)) and current[0] == 2
+    assert kernel.relaunch(tensors[0].device, (1, 1, 1), [0]) and current[0] == 2
     assert launched == [1, 0, 1, 1]
     current[0] = "sm90"  # of a driver that only compiles
-    assert not kept.relaunch(tensors[0].device, (1, 1, 1), (0,))
+    assert not kernel.relaunch(tensors[0].device, (1, 1, 1), [0])
 
 
 def test_kinds_differ_where_triton_compiles_another_kernel():

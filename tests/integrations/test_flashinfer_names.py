@@ -358,7 +358,7 @@ def test_the_wrapper_for_latents(graphs, device):
     with pytest.raises(TypeError, match="sm_scale must be a number, got None"):
         wrapper.plan(*lists, 4, 32, 16, 4, True, None, torch.float32)
     if graphs:
-        with pytest.raises(ValueError, match="kv_indptr must be of 4 sequences"):
+        with pytest.raises(ValueError, match="kv_len_arr must have the 4 entries of its buffer, got 1"):
             wrapper.plan(int32(0, 1), int32(0, 1), int32(0), int32(1), 4, 32, 16, 4, True, 0.1, torch.float32)
 
 
@@ -495,4 +495,4 @@ def test_latents_by_block_tables(lens, device):
 
 def test_a_table_without_a_name_is_noticed_when_the_module_is_read():
     with pytest.raises(KeyError, match="unknown"):
-        signatures.accepts("q, unknown=None", {"q": signatures.served("queries.")})
+        signatures.Table("q: queries.").accepts("q, unknown=None")

@@ -671,8 +671,8 @@ OUTSIDE = {
     ),
     "FlashInfer: an lse in base e": Mutant(
         "integrations/flashinfer/planned.py",
-        'if base == "ln" else sums.mul_(LOG2E)',
-        'if base != "" else sums.mul_(LOG2E)',
+        'if getattr(a, "lse_base", "log2") == "ln" else sums.mul_(LOG2E)',
+        "if True else sums.mul_(LOG2E)",
         INFER + "decode_attends_to_pages",
     ),
     "FlashInfer: a window without the query's own key": Mutant(
@@ -683,8 +683,8 @@ OUTSIDE = {
     ),
     "FlashInfer: lengths that graphs do not see": Mutant(
         "integrations/flashinfer/planned.py",
-        "            (self._seq_lens, seq_lens),\n",
-        "",
+        "buffer[: len(x)].copy_(x, non_blocking=non_blocking)",
+        'buffer[: len(x) if name != "seq_lens" else 0].copy_(x[: len(x) if name != "seq_lens" else 0])',
         INFER + "a_decode_wrapper_for_graphs_keeps_its_tensors_and_its_plan",
     ),
     "Transformers: the ring's past a token late": Mutant(
@@ -700,9 +700,9 @@ OUTSIDE = {
         TRANSFORMERS + "a_layer_that_attends_twice_is_refused",
     ),
     "a launch on the current device": Mutant(
-        "kernels/launcher.py",
-        "        if device != found.device:",
-        "        if False:",
+        "triton_internals.py",
+        "is_observed() or active.get_current_device() != device:",
+        "is_observed():",
         "compile/test_relaunch.py::test_kernels_are_launched_on_the_device_of_their_tensors",
     ),
     "vLLM: padding written": Mutant(

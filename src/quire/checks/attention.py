@@ -1,7 +1,7 @@
 """Checks of the arguments of `attention` and `merge_states`, and of where results go."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,9 +15,17 @@ from quire.norm_rope import QKNorm, Rope
 from quire.spec import QUERY_DTYPES, AttentionSpec, dtype_names
 from quire.state import State
 
-# k, v, slot_mapping, rope and qk_norm of `attention`
-NewTokens = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Rope | None, QKNorm | None]
 PER_HEAD_DTYPES = (*QUERY_DTYPES, torch.float64)  # of sinks and slopes
+
+
+class NewTokens(NamedTuple):
+    """What `attention` is given of a step's new tokens, as it is given; `check_attention` checks it."""
+
+    k: torch.Tensor
+    v: torch.Tensor | None  # None only for latents without rotary columns
+    slot_mapping: torch.Tensor
+    rope: Rope | None
+    qk_norm: QKNorm | None
 
 
 class Planned(Protocol):
@@ -71,9 +79,9 @@ def check_attention(
         _explain_attention(q, cache, plan, sinks, alibi_slopes)
     if new is not None:
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
-        if new[3] is not None or new[4] is not None:
+        if new.rope is not None or new.qk_norm is not None:
             check_norm_rope(*new, cache, num_tokens)
-        check_new(*new[:3], cache, num_tokens)
+        check_new(new.k, new.v, new.slot_mapping, cache, num_tokens)
 
 
 def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpec) -> bool:

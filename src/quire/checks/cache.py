@@ -8,6 +8,8 @@ from quire.cache import PagedKVCache
 from quire.errors import DEVICES, UnsupportedError, check_no_gradient, check_served, check_tensor, describe
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, AttentionSpec, dtype_names
 
+Part = tuple[torch.Tensor, list[tuple[int, ...]], str]  # of new tokens, the shapes that fit it, and these in words
+
 
 def check_is_cache(name: str, cache: Any, advice: str = "wrap the layer's k and v in one") -> None:
     """Raise unless a value is a cache."""
@@ -81,23 +83,21 @@ def _explain_write_kv(k: Any, v: Any, cache: Any, slot_mapping: Any) -> None:
         raise ValueError("cache must hold keys and values, got latents; call `write_latent`")
     check_tensor("k", k, "pass the step's new keys")
     check_tensor("v", v, "pass the step's new values")
-    num_tokens = k.shape[0] if k.dim() else 0
-    shapes = [[(num_tokens, cache.num_kv_heads, dim)] for dim in (cache.head_dim, cache.head_dim_v)]
-    _explain_new({"k": (k, shapes[0]), "v": (v, shapes[1])}, cache, slot_mapping)
+    parts: dict[str, Part] = {}
+    for name, x, dim in (("k", k, cache.head_dim), ("v", v, cache.head_dim_v)):
+        wanted = f"[num_tokens, {cache.num_kv_heads}, {dim}] with a contiguous head"
+        parts[name] = x, [(*k.shape[:1], cache.num_kv_heads, dim)], wanted
+    _explain_new(parts, cache, slot_mapping)
 
 
-def _explain_new(
-    parts: dict[str, tuple[torch.Tensor, list[tuple[int, ...]]]], cache: PagedKVCache, slot_mapping: Any
-) -> None:
-    """Raise what is wrong with new tokens, of which `parts` has each tensor and the shapes that fit it, by name."""
-    of, (first, _) = next(iter(parts.items()))
+def _explain_new(parts: dict[str, Part], cache: PagedKVCache, slot_mapping: Any) -> None:
+    """Raise what is wrong with new tokens, whose tensors `parts` has by name."""
+    of, (first, *_) = next(iter(parts.items()))
     check_tensor("slot_mapping", slot_mapping, f"it has one slot per token of {of}")
-    for name, (x, shapes) in parts.items():
+    for name, (x, shapes, wanted) in parts.items():
         if x.shape not in shapes or (x.stride(-1) != 1 and not x.is_contiguous()):
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
-                f"{name} must be {wanted} with a contiguous last dimension, got {list(x.shape)} with strides "
-                f"{x.stride()}; reshape it as the cache"
+                f"{name} must be {wanted}, got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
             )
         served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
         if x.dtype not in served:
@@ -110,7 +110,7 @@ def _explain_new(
             f"slot_mapping must be contiguous int64 with one dimension and at most {of}'s {first.shape[0]} entries, "
             f"got {describe(slot_mapping)} with strides {slot_mapping.stride()}; it has one slot per token of {of}"
         )
-    devices = [x.device for x in (*(x for x, _ in parts.values()), cache, slot_mapping)]
+    devices = [x.device for x in (*(x for x, *_ in parts.values()), cache, slot_mapping)]
     if len(set(devices)) > 1:
         raise ValueError(
             f"{', '.join(parts)}, cache and slot_mapping must be on one device, got {', '.join(map(str, devices))}; "
@@ -170,11 +170,12 @@ def _explain_write_latent(c_kv: Any, k_pe: Any, cache: Any, slot_mapping: Any) -
         raise ValueError("cache must hold latents, got keys and values; call `write_kv`")
     check_tensor("c_kv", c_kv, "pass the step's new latents")
     rank, rope_dim = cache.head_dim_v, cache.head_dim - cache.head_dim_v
-    num_tokens = c_kv.shape[0] if c_kv.dim() else 0
-    parts: dict[str, tuple[torch.Tensor, list[tuple[int, ...]]]] = {"c_kv": (c_kv, [(num_tokens, rank)])}
+    last = "with a contiguous last dimension"
+    n = c_kv.shape[0] if c_kv.dim() else 0
+    parts: dict[str, Part] = {"c_kv": (c_kv, [(n, rank)], f"[{n}, {rank}] {last}")}
     if rope_dim or k_pe is not None:
         check_tensor("k_pe", k_pe, f"latents of this cache have {rope_dim} rotary columns")
-        parts["k_pe"] = k_pe, [(num_tokens, rope_dim), (num_tokens, 1, rope_dim)]
+        parts["k_pe"] = k_pe, [(n, rope_dim), (n, 1, rope_dim)], f"[{n}, {rope_dim}] or [{n}, 1, {rope_dim}] {last}"
     _explain_new(parts, cache, slot_mapping)
 
 

@@ -150,9 +150,9 @@ def check_folders() -> Iterator[Finding]:
     folders = {"temporary files": Path(tempfile.gettempdir())}
     advice = {"temporary files": "set TMPDIR"}
     if HAS_TRITON:
-        from triton import knobs
+        from quire.triton_internals import cache_folder
 
-        folders["Triton's compiled kernels"] = Path(knobs.cache.dir)
+        folders["Triton's compiled kernels"] = cache_folder()
         advice["Triton's compiled kernels"] = "set TRITON_CACHE_DIR"
     trees = user_folder()
     if trees is None:

@@ -104,11 +104,10 @@ def num_helpers(num_kernels: int) -> int:
 
 def target_of(device: torch.device) -> Any:
     """Return the target of Triton's compiler for a device."""
-    from triton.runtime.driver import driver
+    from quire.triton_internals import current_target
 
-    active: Any = driver.active
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        return active.get_current_target()
+        return current_target()
 
 
 @contextlib.contextmanager
@@ -137,9 +136,9 @@ def first_to_lock(job: bytes, waits: bool = False) -> Iterator[bool]:
         job: whose lock it is.
         waits: whether to wait for the other process.
     """
-    from triton import knobs
+    from quire.triton_internals import cache_folder
 
-    path = Path(knobs.cache.dir) / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
+    path = cache_folder() / f"quire-{hashlib.sha256(job).hexdigest()[:16]}.lock"
     with contextlib.ExitStack() as stack:
         try:
             import fcntl  # which Windows lacks
@@ -186,7 +185,7 @@ class Begun(NamedTuple):
 
     process: "subprocess.Popen[bytes]"
     answer: IO[bytes]
-    folder: str
+    folder: Path
 
 
 BEGUN: dict[Hashable, Begun] = {}  # by the arguments of `launches.distinct_launches`
@@ -200,7 +199,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
         bounds: the arguments of `launches.distinct_launches`.
         device: of the cache to come.
     """
-    from triton import knobs
+    from quire.triton_internals import cache_folder
 
     if bounds in BEGUN or len(BEGUN) >= MOST_BEGUN:
         return
@@ -208,7 +207,7 @@ def begin(blank: EmptyLaunches, bounds: tuple[Any, ...], device: torch.device) -
     with contextlib.suppress(OSError):
         if job := pickled(Job(target_of(device), bounds[1], blank, None, bounds, count)):
             answer = tempfile.TemporaryFile()  # noqa: SIM115, `finished` closes it
-            BEGUN[bounds] = Begun(start(job, answer), answer, knobs.cache.dir)
+            BEGUN[bounds] = Begun(start(job, answer), answer, cache_folder())
             atexit.register(kill, BEGUN[bounds].process)
 
 
@@ -232,13 +231,12 @@ def finished(bounds: tuple[Any, ...]) -> Iterator[None]:
     if begun is None:
         yield
         return
-    from triton import knobs
+    from quire.triton_internals import caching_in
 
     begun.answer.close()
     try:
         begun.process.wait(LONGEST)
     except subprocess.TimeoutExpired:
         kill(begun.process)
-    with knobs.cache.scope():
-        knobs.cache.dir = begun.folder
+    with caching_in(begun.folder):
         yield

@@ -250,20 +250,14 @@ def no_compilation() -> Iterator[None]:
     if not HAS_TRITON:
         yield
         return
-    from triton import knobs
-
     from quire.kernels.launcher import LAUNCHED
+    from quire.triton_internals import before_loading
 
-    hooks = knobs.runtime.kernel_load_start_hook
-
-    def refuse(module: Any, function: Any, name: str, metadata_group: Any, hash: str) -> None:
+    def refuse(name: str) -> None:
         if name in LAUNCHED:
             raise RuntimeError(
                 f"{name} must not be compiled in service, got a launch that warmup did not cover; widen its bounds"
             )
 
-    hooks.add(refuse)
-    try:
+    with before_loading(refuse):
         yield
-    finally:
-        hooks.remove(refuse)

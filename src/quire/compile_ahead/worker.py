@@ -15,7 +15,7 @@ import torch
 
 from quire.compile_ahead.launches import distinct_launches
 from quire.compile_ahead.processes import END, Job, Unpickler, first_to_lock
-from quire.kernels.stub_driver import compile_only
+from quire.kernels.launcher import compile_only
 from quire.launch_codec import decode, encode
 
 SLOWEST_FIRST = "hopper", "mla_hopper", "split_kv", "mla", "block"  # kernel families

@@ -145,7 +145,7 @@ def save(
     """
     where = check_path(path)
     check_flag("contents", contents, "the numbers are large, and may be private")
-    new: Any = k, v, slot_mapping, rope, qk_norm
+    new = NewTokens(k, v, slot_mapping, rope, qk_norm)  # pyright: ignore[reportArgumentType]
     new = None if all(part is None for part in new) else new
     check_attention(q, cache, plan, sinks, alibi_slopes, new)
     call_of(contents, q, cache, plan, sinks, alibi_slopes, new).write(where)

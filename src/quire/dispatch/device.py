@@ -103,9 +103,9 @@ def interprets() -> bool:
     """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1)."""
     if not HAS_TRITON:
         return False
-    from triton import knobs
+    from quire import triton_internals
 
-    return knobs.runtime.interpret
+    return triton_internals.interprets()
 
 
 def is_served_by_torch(device: torch.device) -> bool:
@@ -121,21 +121,13 @@ def _read(device: torch.device) -> DeviceProperties:
     """Read a device's properties from its driver, once."""
     if device.type != "cuda":
         return INTERPRETER
-    import triton
+    from quire.triton_internals import current_target, memory_gbps
 
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
-        target = triton.runtime.driver.active.get_current_target()
-        memory_gbps = read_memory_gbps(torch.cuda.current_device())
-    return properties_of(target, properties.multi_processor_count, shared_memory, memory_gbps)
-
-
-def read_memory_gbps(index: int) -> int:
-    """Return GB that the memory of a GPU delivers per second, as `triton.testing.get_dram_gbps` computes it."""
-    from triton.testing import get_dram_gbps
-
-    return round(get_dram_gbps(index))
+        facts = properties.multi_processor_count, shared_memory, memory_gbps(torch.cuda.current_device())
+        return properties_of(current_target(), *facts)
 
 
 def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: int = 0) -> DeviceProperties:
@@ -147,9 +139,9 @@ def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: in
         shared_memory: bytes that one program may use.
         memory_gbps: GB that memory delivers per second.
     """
-    import triton
+    from quire.triton_internals import backend_options
 
-    options: Any = triton.compiler.make_backend(target).parse_options(dict(COMPILER_OPTIONS))
+    options = backend_options(target, COMPILER_OPTIONS)
     return DeviceProperties(
         num_sms=num_sms,
         shared_memory=shared_memory,

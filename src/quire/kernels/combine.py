@@ -14,12 +14,11 @@ from triton.language.extra.cuda import gdc_wait
 
 from quire.dispatch.tree import padded
 from quire.kernels.launch import states_at_once
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.states import LOG2E, as_stored, combine_at_once, finish
 from quire.state import State
 
 NUMBERS_OF_A_WARP = 2048  # of the states that a program reads at once
-LAUNCHES = LaunchCache()  # by what `merge_states` depends on besides the addresses
 
 
 @triton.jit(
@@ -78,21 +77,26 @@ def combine_kernel(
         tl.store(lse_ptr + token * stride_lse + head + one, lse)
 
 
+MERGE = Kernel(combine_kernel)  # of all calls of `merge_states`
+
+
 def merge_states(states: Sequence[State]) -> State:
     """Launch `combine_kernel`; `quire.merge_states` has checked the arguments."""
     outs, lses = stack([s.out for s in states]), stack([s.lse for s in states])
     out, lse = outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
     if out.numel() == 0:
         return State(out, lse)
-    grid, key = (lse.shape[0], lse.shape[1], 1), None
-    addresses = outs.data_ptr(), lses.data_ptr(), out.data_ptr(), None, lse.data_ptr()
-    if (addresses[0] | addresses[2]) % 16 == 0:
-        key = outs.device, outs.dtype, len(states), out.shape[1:], outs.stride(), lses.stride()
-        if LAUNCHES.relaunch(key, grid, addresses):
-            return State(out, lse)
-    fixed, meta = combine_arguments(outs, lses, out.stride(), lse)
-    LAUNCHES.launch(key, combine_kernel, grid, (outs, lses, out, None, lse), (None, 0, *fixed), meta)
+    facts = outs.device, len(states), out.shape[1:]
+    MERGE((lse.shape[0], lse.shape[1], 1), (outs, lses, out, None, lse), facts, arguments)
     return State(out, lse)
+
+
+def arguments(
+    outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_scale: None, lse: torch.Tensor
+) -> Arguments:
+    """Return the kernel's arguments where every token has a sequence."""
+    fixed, meta = combine_arguments(outs, lses, out.stride(), lse)
+    return Arguments((outs, lses, out, out_scale, lse), (None, 0, *fixed), meta)
 
 
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,26 +1,47 @@
 """Launch a kernel, and launch it again without Triton's binder.
 
 Triton's binder takes longer to bind some fifty arguments than a short kernel runs. The first launch of a plan with
-tensors of given strides goes through the binder, which compiles and returns the kernel. Later launches call that kernel
+tensors of given kinds goes through the binder, which compiles and returns the kernel. Later launches call that kernel
 with the arguments in order.
 """
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent import futures
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from triton import AsyncCompileMode, knobs
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from torch import Tensor
 
-from quire.dispatch.device import COMPILER_OPTIONS, compile_for, cross_compilation, device_properties, interprets
+from quire.cache import PagedKVCache
+from quire.dispatch.device import (
+    COMPILER_OPTIONS,
+    DeviceProperties,
+    compile_for,
+    cross_compilation,
+    device_properties,
+    interprets,
+)
 from quire.kernels.scratch import Part
+from quire.kernels.tensor_maps import formats_and_launcher
 from quire.kernels.views import Matrix
+from quire.triton_internals import (
+    GPUTarget,
+    StubDriver,
+    Unaligned,
+    compiled_for,
+    compiling_in,
+    current_device,
+    driven_by,
+    hash_callees,
+    is_observed,
+    launch_again,
+    launch_bound,
+    launcher_of,
+    parameters,
+    set_boxes,
+)
 
 # Parameters, and fields of tuples, whose numbers kernels read or write one at a time, or by vectors of addresses. A
 # server passes slices of them, so kernels are compiled for any address. Tensors of one number are such ones, too.
@@ -33,34 +54,6 @@ SCALARS = frozenset(
 )  # fmt: skip
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 SHARED: dict[Hashable, "CompiledLaunch"] = {}  # launches of all plans, by what Triton compiles for
-
-
-class CompiledLaunch(NamedTuple):
-    """A compiled kernel, and those of its arguments that do not change from layer to layer."""
-
-    kernel: Any  # triton.compiler.CompiledKernel
-    device: int
-    fixed: tuple[Any, ...]
-    formats: tuple[Any, ...]  # of tensor maps, as `tensor_maps.Format`
-    run: Any  # Triton's launcher, for tensor maps in place of descriptors
-
-
-class Unaligned:
-    """Stands for a tensor where Triton asks what to compile for: of its type, at an address that 16 does not divide."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.device, self.nbytes = tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()
-
-    def data_ptr(self) -> int:
-        """Return an address that 16 does not divide."""
-        return 1
-
-    def ptr_range(self) -> int:
-        """Return how many bytes there are, for which Triton asks on AMD's GPUs."""
-        return self.nbytes
-
-
-PLAIN = frozenset((bool, float, str))  # types of numbers and texts, of which True is no 1
 MOST_LAUNCHES = 1024  # that a cache keeps
 MOST_BYTES = (1 << 31) - 1  # of a tensor that 32-bit offsets reach, for which Triton compiles for AMD's GPUs
 MOST_THREADS = 4  # that compile
@@ -68,100 +61,146 @@ AGAIN = 8  # times that a compilation may end with SystemError; trees are a smal
 LOADING = 2.0  # seconds that are enough to load a warm-up's kernels from Triton's cache
 
 
-class LaunchCache:
-    """The compiled launches of one plan, or of one verb.
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel, and those of its arguments that do not change from layer to layer."""
 
-    A kernel's parameters are first the tensors of a layer, then those that TMA loads, then arguments that the plan
-    fixes, then constexprs.
+    kernel: Any  # triton.compiler.CompiledKernel
+    device: int | str
+    fixed: tuple[Any, ...]
+    formats: tuple[Any, ...]  # of tensor maps, as `tensor_maps.Format`
+    run: Any  # Triton's launcher, for tensor maps in place of descriptors
+
+
+class Arguments(NamedTuple):
+    """The arguments of a kernel, in the order of its parameters: tensors, descriptors, fixed, and then those by name.
+
+    Attributes:
+        tensors: of a layer.
+        fixed: what the plan and the kinds of the tensors fix. Triton's binder gets tensors for those that are parts of
+            a workspace.
+        meta: constexprs and compiler options.
+        descriptors: of tensors that TMA loads.
+        boxes: as for `launch`.
     """
 
-    def __init__(self) -> None:
+    tensors: tuple[Any, ...]
+    fixed: tuple[Any, ...]
+    meta: dict[str, Any]
+    descriptors: tuple[Any, ...] = ()
+    boxes: tuple[Any, ...] = ()
+
+
+class Kernel:
+    """A kernel as one plan, or one verb, launches it, and its compiled launches.
+
+    Args:
+        function: a jit function.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
         self.compiled: dict[Hashable, CompiledLaunch] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Any, ...],
+        facts: Hashable,
+        arguments: Callable[..., Arguments],
+        matrices: Iterable[tuple[int, Matrix]] = (),
+    ) -> None:
+        """Launch the kernel.
+
+        Args:
+            grid: number of programs along each axis.
+            tensors: of a layer, in the order of the kernel's first parameters: a tensor, a cache, a NamedTuple of
+                tensors and numbers, None, or the address of a tensor whose dtype and strides `facts` decide.
+            facts: on what else the compiled kernel and its fixed arguments depend, besides the plan if there is one.
+                Where there is none, the device of the tensors is such a fact.
+            arguments: returns all arguments. It is called with `tensors` if they are the first ones of their kinds.
+            matrices: addresses of the tensors that TMA loads, and what they are for TMA.
+        """
+        addresses: list[Any] = []
+        kinds: list[Hashable] = [facts]  # of a tensor: whether 16 divides its address, its dtype and its strides
+        for tensor in tensors:
+            kind = type(tensor)
+            if tensor is None:
+                addresses.append(None)
+                kinds.append(None)
+            elif kind is int:
+                addresses.append(tensor)
+                kinds.append(not tensor & 15)
+            elif kind is PagedKVCache:
+                at = tensor.addresses
+                addresses.append(at)
+                kinds += not at[0] & 15, not (at[1] or 0) & 15, tensor.kind  # scales are read one at a time
+            elif kind is Tensor or not isinstance(tensor, tuple):
+                at = tensor.data_ptr()
+                addresses.append(at)
+                kinds += not at & 15, tensor.dtype, tensor.stride()
+            else:
+                at, of_parts = addresses_and_kinds(tensor)
+                addresses.append(at)
+                kinds += of_parts
+        key = tuple(kinds)
+        if not self.relaunch(key, grid, addresses, matrices):
+            self.launch(key, grid, arguments(*tensors))
 
     def relaunch(
         self,
         key: Hashable,
         grid: tuple[int, int, int],
-        tensors: tuple[Any, ...],
+        addresses: list[Any],
         matrices: Iterable[tuple[int, Matrix]] = (),
     ) -> bool:
-        """Launch the kernel that `launch` compiled under `key`; return False if there is none.
+        """Launch what `launch` compiled under `key`; return False if there is nothing.
 
-        There is none either while a profiler has hooks on Triton's launches, which only the binder calls.
+        There is nothing either while a profiler has hooks on Triton's launches, which only the binder calls.
 
         Args:
-            key: everything but the plan, if there is one, on which the compiled kernel and its fixed arguments depend,
-                the device of the tensors included.
-            grid: number of programs along each axis.
-            tensors: addresses, or tuples of them, in the order of the kernel's first parameters.
-            matrices: addresses of the tensors that TMA loads, and what they are for TMA.
+            key: the kinds of the tensors, and the facts.
+            grid: as for the call, like `matrices`.
+            addresses: of the tensors, or tuples of them; this function appends to them.
+            matrices: see `grid`.
         """
         found = self.compiled.get(key)
-        if found is None or is_observed():
+        if found is None:
             return False
-        active: Any = driver.active
-        device = active.get_current_device()
-        if device != found.device:  # where the tensors are
-            if not isinstance(device, int):  # of a driver that only compiles
-                return False
-            with torch.cuda.device(found.device):
-                return self.relaunch(key, grid, tensors, matrices)
-        for (address, matrix), into in zip(matrices, found.formats, strict=True):
-            tensors += into.tensor_map(address, matrix.shape, matrix.strides)
-        kernel, stream = found.kernel, active.get_current_stream(device)
-        found.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *tensors, *found.fixed)
-        return True
+        if found.formats:
+            for (address, matrix), into in zip(matrices, found.formats, strict=True):
+                addresses += into.tensor_map(address, matrix.shape, matrix.strides)
+        addresses += found.fixed
+        if launch_again(found.kernel, found.run, grid, found.device, addresses):
+            return True
+        if is_observed() or not isinstance(current_device(), int):  # or the driver only compiles
+            return False
+        with torch.cuda.device(found.device):  # where the tensors are
+            return launch_again(found.kernel, found.run, grid, found.device, addresses)
 
-    def launch(
-        self,
-        key: Hashable | None,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        tensors: tuple[Any, ...],
-        fixed: tuple[Any, ...],
-        meta: dict[str, Any],
-        descriptors: tuple[Any, ...] = (),
-        boxes: tuple[Any, ...] = (),
-    ) -> None:
-        """Launch `kernel` through Triton's binder, and keep the compiled kernel under `key`, unless that is None.
+    def launch(self, key: Hashable, grid: tuple[int, int, int], arguments: Arguments) -> None:
+        """Launch the kernel through Triton's binder, and keep what it compiles under `key`.
 
         If another plan has launched it with arguments of the same kinds, this launch does not need the binder either.
-
-        Args:
-            key: as for `relaunch`.
-            kernel: a jit function.
-            grid: number of programs along each axis.
-            tensors: the kernel's first arguments. `relaunch` takes those of another layer instead.
-            fixed: the arguments after them and after the descriptors. Triton's binder gets tensors for those that are
-                parts of a workspace.
-            meta: constexprs and compiler options, by name.
-            descriptors: the arguments between both, of which `relaunch` takes the matrices.
-            boxes: as for `launch`.
         """
-        if key is None:
-            launch(kernel, grid, tensors_of((*tensors, *descriptors, *fixed)), meta, boxes)
-            return
-        num_arguments = len(tensors) + len(descriptors) + len(fixed)
-        passed = address_of(fixed) + tuple(map(meta.get, kernel.arg_names[num_arguments:]))
-        asked = without_alignment(kernel, (*tensors, *descriptors, *fixed))
-        made_for = kinds_of((kernel, asked, tuple(meta.values()))), boxes, tuple(meta)
+        kernel, (tensors, fixed, meta, descriptors, boxes) = self.function, arguments
+        positional = *tensors, *descriptors, *fixed
+        passed = address_of(fixed) + tuple(map(meta.get, parameters(kernel)[len(positional) :]))
+        asked = without_alignment(kernel, positional)
+        # Functions by their ids: to hash one is to hash its source, which `hash_callees` does in an order.
+        constants = [id(value) if callable(value) else value for value in meta.values()]
+        made_for = id(kernel), kinds_of(asked), boxes, *meta, *map(type, meta.values()), *constants  # True is no 1
         found = SHARED.get(made_for)
         if found is not None:
             keep(self.compiled, key, found._replace(fixed=passed))
             matrices = [(d.base.data_ptr(), Matrix(tuple(d.shape), tuple(d.strides))) for d in descriptors]
-            if self.relaunch(key, grid, address_of(tensors), matrices):
+            if self.relaunch(key, grid, [*address_of(tensors)], matrices):
                 return
         with on_device_of(tensors):
-            compiled = launch(kernel, grid, tensors_of((*tensors, *descriptors, *fixed)), meta, boxes)
+            compiled = launch(kernel, grid, tensors_of(positional), meta, boxes)
             if compiled is None:
                 return
-            formats, run = (), compiled.run
-            if descriptors:
-                from quire.kernels.tensor_maps import launcher_of  # here, since it imports the driver of NVIDIA's GPUs
-
-                formats, run = launcher_of(compiled, descriptors)
-            active: Any = driver.active
-            launched = CompiledLaunch(compiled, active.get_current_device(), passed, formats, run)
+            formats, run = formats_and_launcher(compiled, descriptors) if descriptors else ((), launcher_of(compiled))
+            launched = CompiledLaunch(compiled, current_device(), passed, formats, run)
         keep(self.compiled, key, launched)
         keep(SHARED, made_for, launched)
 
@@ -173,13 +212,33 @@ def keep(launches: dict[Hashable, CompiledLaunch], key: Hashable, launched: Comp
     launches[key] = launched
 
 
+def addresses_and_kinds(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Hashable]]:
+    """Return a tuple of tensors and numbers with addresses in place of tensors, and what a kernel is compiled for.
+
+    Strides are among the numbers. Triton compiles for no value of a float.
+    """
+    addresses, kinds = [], []
+    for part in parts:
+        kind = type(part)
+        if kind is int or part is None:
+            addresses.append(part)
+            kinds.append(part)
+        elif kind is float:
+            addresses.append(part)
+        else:
+            at = part.data_ptr()
+            addresses.append(at)
+            kinds += not at & 15, part.dtype
+    return tuple(addresses), kinds
+
+
 def kinds_of(value: Any) -> Hashable:
-    """Return all that Triton may compile for of an argument, or of a tuple of them: of numbers, their values."""
+    """Return all that Triton may compile for of an argument, or of a tuple of them: of integers, their values."""
     kind = type(value)
     if kind is int or value is None:
         return value
-    if kind in PLAIN:
-        return kind, value
+    if kind is float:  # Triton compiles for no value of it
+        return kind
     if isinstance(value, tuple):
         return tuple(map(kinds_of, value))
     if isinstance(value, torch.Tensor):
@@ -190,9 +249,7 @@ def kinds_of(value: Any) -> Hashable:
         return kinds_of(value.workspace), value.dtype, value.first % 16
     if hasattr(value, "block_shape"):  # a descriptor
         return kind, value.base.dtype, tuple(value.block_shape), value.layout
-    if callable(value):  # a jit function: to hash it is to hash its source, which `hash_callees` does in an order
-        return id(value)
-    return kind, value
+    return kind, value  # True is no 1
 
 
 def launch(
@@ -218,15 +275,14 @@ def launch(
     if target is None and interprets():
         return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
     with on_device_of(arguments):
-        compiled = kernel.warmup(*without_alignment(kernel, arguments), grid=grid, **COMPILER_OPTIONS, **meta)
+        compiled = compiled_for(kernel, without_alignment(kernel, arguments), grid, COMPILER_OPTIONS | meta)
         if target is not None:
             target.on_compile(kernel.__name__, compiled, meta)
             return None
         if boxes:
-            from quire.kernels.tensor_maps import set_boxes
-
             set_boxes(compiled, boxes)
-        compiled[(*grid, 1, 1)[:3]](*arguments, *map(meta.get, kernel.arg_names[len(arguments) :]))
+        named = map(meta.get, parameters(kernel)[len(arguments) :])
+        launch_bound(compiled, grid, (*arguments, *named))
         return compiled
 
 
@@ -240,30 +296,13 @@ def without_alignment(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...
             return Unaligned(value)
         return value
 
-    return tuple(map(asked, kernel.arg_names, arguments))
+    return tuple(map(asked, parameters(kernel), arguments))
 
 
 def on_device_of(arguments: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the device of the arguments' first tensor is the current one: Triton launches there."""
     device = next((value.device for value in arguments if isinstance(value, torch.Tensor)), None)
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext()
-
-
-def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
-    """Hash what a jit function calls before the function itself, which Triton does from 3.9 on.
-
-    Before, the hash also depends on which functions were hashed earlier. A process that launches kernels in another
-    order then does not find them in Triton's cache, and compiles them again.
-    """
-    if getattr(function, "hash", "") is not None or function in callers:  # one of the interpreter has no hash
-        return
-    code, scope = function.fn.__code__, inspect.getclosurevars(function.fn)
-    for value in (*scope.globals.values(), *scope.nonlocals.values()):
-        names = code.co_names if isinstance(value, ModuleType) else ()
-        for called in (value, *(getattr(value, name, None) for name in names)):
-            if isinstance(called, JITFunction) and not called.__module__.startswith("triton."):
-                hash_callees(called, (*callers, function))
-    _ = function.cache_key
 
 
 @contextlib.contextmanager
@@ -280,10 +319,29 @@ def compile_together(device: torch.device) -> Iterator[Callable[[], int]]:
         return
     with (
         Threads(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
-        AsyncCompileMode(threads) as mode,
+        compiling_in(threads) as num_missing,
         compile_for(device_properties(device), lambda *compiled: None),
     ):
-        yield lambda: len(futures.wait(mode.raw_futures, LOADING).not_done)
+        yield lambda: num_missing(LOADING)
+
+
+@contextlib.contextmanager
+def compile_only(
+    name: str,
+    gpu: GPUTarget,
+    properties: DeviceProperties,
+    on_compile: Callable[[str, Any, dict[str, Any]], None] = lambda *compiled: None,
+) -> Iterator[None]:
+    """Compile every launch in this context for a target, without running it; tensors are on the CPU.
+
+    Args:
+        name: of the target.
+        gpu: the target of Triton's compiler.
+        properties: those that plans see.
+        on_compile: as `compile_for` takes it.
+    """
+    with driven_by(StubDriver(name, gpu)), compile_for(properties, on_compile):
+        yield
 
 
 class Threads(futures.ThreadPoolExecutor):
@@ -303,12 +361,6 @@ class Threads(futures.ThreadPoolExecutor):
             return compile_one(*args, **kwargs)
 
         return super().submit(compile_again)
-
-
-def is_observed() -> bool:
-    """Whether a hook on Triton's launches is set, for example by its profiler."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def address_of(value: Any) -> Any:

@@ -4,19 +4,20 @@ It is for attention that does not do so itself. Grid of `norm_rope_kernel`: [num
 the key, the value and the query heads of one token and KV head.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
 from quire.dispatch.tree import power_of_two
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.rotate import load_rotated
-from quire.kernels.views import address_norm_rope, norm_rope_of
+from quire.kernels.views import norm_rope_of
 from quire.kernels.write import describe_cache, store_head, write_head
 from quire.norm_rope import QKNorm, Rope
 
-LAUNCHES = LaunchCache()  # by what `norm_rope_and_write` depends on besides the addresses; layers share one
 ELEMENTS = 512  # of query heads, that a warp holds
 
 
@@ -69,6 +70,9 @@ def norm_rope_kernel(
     )  # fmt: skip
 
 
+NORM_ROPE = Kernel(norm_rope_kernel)  # of all calls of `norm_rope_and_write`
+
+
 def norm_rope_and_write(
     q: torch.Tensor,
     rotated: torch.Tensor,
@@ -83,22 +87,17 @@ def norm_rope_and_write(
     num_tokens, num_q_heads, _ = q.shape
     if num_tokens == 0:
         return
-    grid = num_tokens, cache.num_kv_heads, 1
     norm_rope, rotation = norm_rope_of(rope, qk_norm)
-    tensors = q, rotated, k, v
-    addresses = *(tensor.data_ptr() for tensor in tensors), *cache.addresses, slot_mapping.data_ptr()
-    key = None
-    if not any((at or 0) % 16 for at in addresses[:6]):  # scales and slots are read one at a time
-        norm_rope_at, norm_rope_key = address_norm_rope(norm_rope, rotation)
-        widths = cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v
-        strides = q.stride(), k.stride(), v.stride()
-        key = q.device, q.dtype, k.dtype, v.dtype, *strides, cache.kind, widths, norm_rope_key
-        if LAUNCHES.relaunch(key, grid, (*addresses, norm_rope_at)):
-            return
-    pages, of_cache, meta = describe_cache(cache)
-    group = num_q_heads // cache.num_kv_heads
-    rows = power_of_two(group)
-    meta |= rotation | {"GROUP": group, "ROWS": rows}
-    meta["num_warps"] = min(8, max(1, rows * meta["BLOCK_D"] // ELEMENTS))
-    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *of_cache
-    LAUNCHES.launch(key, norm_rope_kernel, grid, (*tensors, *pages, slot_mapping, norm_rope), strides, meta)
+
+    def arguments(*tensors: Any) -> Arguments:
+        pages, of_cache, meta = describe_cache(cache)
+        group = num_q_heads // cache.num_kv_heads
+        rows = power_of_two(group)
+        meta |= rotation._asdict() | {"GROUP": group, "ROWS": rows}
+        meta["num_warps"] = min(8, max(1, rows * meta["BLOCK_D"] // ELEMENTS))
+        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *of_cache
+        return Arguments((q, rotated, k, v, *pages, slot_mapping, norm_rope), strides, meta)
+
+    tensors = q, rotated, k, v, *cache.addresses, slot_mapping, norm_rope
+    facts = q.device, cache.kind, cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v, rotation
+    NORM_ROPE((num_tokens, cache.num_kv_heads, 1), tensors, facts, arguments)

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,9 @@ from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.scratch import ScratchSize
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import UNBOUNDED, AttentionSpec
+
+if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
+    from quire.kernels.launcher import Arguments
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
@@ -164,7 +168,7 @@ def loads_pairs(spec: AttentionSpec, config: KernelConfig) -> bool:
 
 
 class KernelRunner:
-    """A launch of one kernel that is bound to a batch, and its compiled launches.
+    """A launch of one kernel that is bound to a batch.
 
     Args:
         launch: the decision.
@@ -174,10 +178,14 @@ class KernelRunner:
     """
 
     def __init__(self, launch: PortableLaunch, batch: Batch, kernel: Any, fixed: tuple[Any, ...]) -> None:
-        from quire.kernels.launcher import LaunchCache
+        from quire.kernels.launcher import Kernel
 
-        self.decided, self.batch, self.kernel, self.fixed = launch, batch, kernel, fixed
-        self.launches = LaunchCache()
+        self.decided, self.batch, self.kernel, self.fixed = launch, batch, Kernel(kernel), fixed
+        self.num_tokens, self.grid = -1, (0, 1, 1)  # of the last call
+
+    def set_grid(self, num_tokens: int) -> None:
+        """Keep the grid for a batch of `num_tokens` query tokens."""
+        self.num_tokens, self.grid = num_tokens, (self.decided.num_programs(num_tokens), 1, 1)
 
 
 class PortableRunner(KernelRunner):
@@ -210,38 +218,22 @@ class PortableRunner(KernelRunner):
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
-        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
+        norm_rope: tuple[views.NormRope, views.Rotation] | None = None,
     ) -> None:
         if self.decided.fallback is not None and not self.decided.packs_fp8(cache):
             self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
             return
-        grid = (self.decided.num_programs(q.shape[0]), 1, 1)
-        if grid[0] == 0:
+        if q.shape[0] != self.num_tokens:
+            self.set_grid(q.shape[0])
+        if self.grid[0] == 0:
             return
-        q_at, out_at, cache_at = q.data_ptr(), out.data_ptr(), cache.addresses
-        lse_at = None if lse is None else lse.data_ptr()
-        out_scale_at = None if out_scale is None else out_scale.data_ptr()
-        sinks_at = None if sinks is None else sinks.data_ptr()
-        slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
-        key = None
-        if (q_at | out_at | cache_at[0] | cache_at[1]) % 16 == 0:
-            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-            key = cache.kind, q.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0), dtypes
-            addresses = q_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, cache_at, None, None
-            if new is not None:
-                new_at = new.k.data_ptr(), new.v.data_ptr(), new.slot_mapping.data_ptr()
-                aligned = (new_at[0] | new_at[1]) % 16 == 0
-                key = (*key, new.k.dtype, new.v.dtype, *new[3:]) if aligned else None
-                norm_rope_at = None
-                if norm_rope is not None and key is not None:
-                    norm_rope_at, rotated = views.address_norm_rope(*norm_rope)
-                    key = *key, rotated
-                addresses = *addresses[:-2], (*new_at, *new[3:]), norm_rope_at
-            if key is not None and self.launches.relaunch(key, grid, addresses):
-                return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
-        self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new
+        if norm_rope is None:
+            self.kernel(self.grid, (*tensors, None), None, self.arguments)
+        else:
+            rotated, rotation = norm_rope
+            self.kernel(self.grid, (*tensors, rotated), rotation, partial(self.arguments, rotation=rotation))
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
@@ -270,27 +262,33 @@ class PortableRunner(KernelRunner):
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
         self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
 
-    def block_n(self, q: torch.Tensor, cache: PagedKVCache) -> int:
+    def block_n(self, cache: PagedKVCache) -> int:
         """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
         block_n = self.decided.config.block_n
-        return block_n if cache.dtype is q.dtype or self.decided.packs_fp8(cache) else max(16, block_n // 2)
+        return (
+            block_n
+            if cache.dtype is self.decided.request.spec.dtype or self.decided.packs_fp8(cache)
+            else max(16, block_n // 2)
+        )
 
     def arguments(
         self,
         q: torch.Tensor,
-        cache: PagedKVCache,
         out: torch.Tensor,
+        out_scale: torch.Tensor | None,
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        out_scale: torch.Tensor | None = None,
-        new: views.NewTokens | None = None,
-        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
+        cache: PagedKVCache,
+        new: views.NewTokens | None,
+        norm_rope: views.NormRope | None,
+        rotation: views.Rotation = views.NO_NORM_ROPE,
+    ) -> "Arguments":
+        """Return the kernel's arguments."""
         import triton
 
         from quire.kernels import mods
+        from quire.kernels.launcher import Arguments
 
         decided, batch = self.decided, self.batch
         device = decided.request.device
@@ -307,11 +305,11 @@ class PortableRunner(KernelRunner):
             "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        } | (views.NO_NORM_ROPE if norm_rope is None else norm_rope[1])  # fmt: skip
+        } | rotation._asdict()  # fmt: skip
         is_bounded = new is not None or triton.__version__.startswith(BOUNDED)
         if packed and is_bounded and decided.max_registers is not None:
             meta["maxnreg"] = decided.max_registers
-        meta["BLOCK_N"] = self.block_n(q, cache)
+        meta["BLOCK_N"] = self.block_n(cache)
         strides = (
             batch.page_table.stride(0),
             q.stride(0),
@@ -323,5 +321,5 @@ class PortableRunner(KernelRunner):
         pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, None if norm_rope is None else norm_rope[0]
-        return tensors, (layout, *self.fixed, *strides), meta
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope
+        return Arguments(tensors, (layout, *self.fixed, *strides), meta)

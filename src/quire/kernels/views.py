@@ -13,7 +13,15 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache, Strides
 from quire.norm_rope import QKNorm, Rope
 
-NO_NORM_ROPE = {"ROTARY_DIM": None, "INTERLEAVED": False}  # constexprs of kernels
+
+class Rotation(NamedTuple):
+    """Constexprs of kernels that normalise and rotate, or do not."""
+
+    ROTARY_DIM: int | None = None  # 0 without a rotation; None without a norm too
+    INTERLEAVED: bool = False
+
+
+NO_NORM_ROPE = Rotation()
 
 
 class CacheTensors(NamedTuple):
@@ -122,25 +130,15 @@ def output_tensor(out: torch.Tensor, native_fp8: bool) -> torch.Tensor:
     return out.view(torch.uint8) if out.dtype is torch.float8_e4m3fn and not native_fp8 else out
 
 
-def norm_rope_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[NormRope, dict[str, Any]]:
+def norm_rope_of(rope: Rope | None, qk_norm: QKNorm | None) -> tuple[NormRope, Rotation]:
     """Return `Rope` and `QKNorm` as kernels read them, and the constexprs of kernels that depend on them."""
     q_weight, k_weight, eps = (None, None, 0.0) if qk_norm is None else qk_norm
     if rope is None:
-        return NormRope(None, None, None, q_weight, k_weight, eps, 0, 0, 0), NO_NORM_ROPE | {"ROTARY_DIM": 0}
+        return NormRope(None, None, None, q_weight, k_weight, eps, 0, 0, 0), Rotation(0)
     cos, sin, positions, interleaved = rope
     rows, half = cos.shape
     norm_rope = NormRope(cos, sin, positions, q_weight, k_weight, eps, rows, cos.stride(0), sin.stride(0))
-    return norm_rope, {"ROTARY_DIM": 2 * half, "INTERLEAVED": interleaved}
-
-
-def address_norm_rope(norm_rope: NormRope, meta: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return a `NormRope` with addresses in place of tensors, and a key of all that a kernel is compiled for."""
-    tensors = norm_rope[:5]
-    at = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors[1:])
-    aligned = (None if address is None else address % 16 == 0 for address in (*at[:2], *at[3:]))  # but for positions
-    key = *meta.values(), *dtypes, *aligned, *norm_rope[6:]
-    return (*at, *norm_rope[5:]), key
+    return norm_rope, Rotation(2 * half, interleaved)
 
 
 def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_offsets: bool = True) -> KVLayout:

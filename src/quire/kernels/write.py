@@ -5,6 +5,7 @@ stores `x / scale`, divided, rounded (half to even) and saturated exactly as PyT
 device stores the same bits.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,8 @@ from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.formats import largest
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.primitives import dim_offsets
-
-LAUNCHES = LaunchCache()  # by what `write_kv` depends on besides the addresses; layers share one
 
 
 @triton.jit
@@ -86,22 +85,25 @@ def store_head(
     tl.store(target + dim_offsets(offs_d.to(tl.int64), stride_vec, VEC, BLOCK), x, mask=inside)
 
 
+WRITE = Kernel(write_kernel)  # of all calls of `write_kv`
+
+
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Launch the write; `quire.write_kv` has checked the arguments."""
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
-    grid = num_tokens, cache.num_kv_heads, 1
-    addresses = k.data_ptr(), v.data_ptr(), *cache.addresses, slot_mapping.data_ptr()
-    key = None
-    if not any(at % 16 for at in addresses[:4]):
-        widths = cache.num_kv_heads, cache.head_dim, cache.head_dim_v
-        key = k.device, k.dtype, v.dtype, k.stride(), v.stride(), cache.kind, widths
-        if LAUNCHES.relaunch(key, grid, addresses):
-            return
+
+    tensors = k, v, *cache.addresses, slot_mapping
+    facts = k.device, cache.kind, cache.num_kv_heads, cache.head_dim, cache.head_dim_v
+    WRITE((num_tokens, cache.num_kv_heads, 1), tensors, facts, partial(arguments, cache))
+
+
+def arguments(cache: PagedKVCache, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Arguments:
+    """Return the kernel's arguments; the last of the others is `slot_mapping`."""
     pages, of_cache, meta = describe_cache(cache)
     strides = k.stride(0), k.stride(1), v.stride(0), v.stride(1), *of_cache
-    LAUNCHES.launch(key, write_kernel, grid, (k, v, *pages, slot_mapping), strides, meta | {"num_warps": 1})
+    return Arguments((k, v, *pages, others[-1]), strides, meta | {"num_warps": 1})
 
 
 def describe_cache(cache: PagedKVCache) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:

@@ -4,6 +4,7 @@ Grid of both kernels: [num_tokens]. One program owns the latent and the rotary c
 divided, rounded and saturated as in `write.py`, so that every device stores the same bits.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from quire.dispatch.device import device_properties
 from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.formats import largest
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.write import write_head
 
 TOKEN_SCALES = tl.constexpr(False)
-LAUNCHES = LaunchCache()  # by what `write_latent` depends on besides the addresses; layers share one
 
 
 @triton.jit
@@ -90,6 +90,10 @@ def write_record_kernel(
     tl.store(rope + page * rope_page + slot * rope_slot + offs_rope, r)
 
 
+# Of all calls of `write_latent`
+WRITE, WRITE_RECORDS = Kernel(write_latent_kernel), Kernel(write_record_kernel)
+
+
 def write_latent(
     c_kv: torch.Tensor, k_pe: torch.Tensor | None, cache: PagedKVCache, slot_mapping: torch.Tensor
 ) -> None:
@@ -97,25 +101,17 @@ def write_latent(
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
-    grid = num_tokens, 1, 1
-    parts = cache.records if cache.scale_kind == "record" else (cache.latents, cache.k_scale)
-    tensors: tuple[Any, ...] = c_kv, k_pe, *parts, slot_mapping
-    addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
-    key = None
-    if not any((at or 0) % 16 for at in addresses[:3]):
-        rope = None if k_pe is None else (k_pe.dtype, k_pe.stride(0))
-        key = c_kv.device, c_kv.dtype, c_kv.stride(0), rope, cache.kind, cache.head_dim, cache.head_dim_v
-        if LAUNCHES.relaunch(key, grid, addresses):
-            return
-    kernel = write_latent_kernel if cache.scale_kind != "record" else write_record_kernel
-    tensors, strides, meta = arguments(tensors, cache, device_properties(c_kv.device).native_fp8)
-    LAUNCHES.launch(key, kernel, grid, tensors, strides, meta)
+    kernel, parts = WRITE, (cache.latents, cache.k_scale)
+    if cache.scale_kind == "record":
+        kernel, parts = WRITE_RECORDS, cache.records
+    tensors = c_kv, k_pe, *parts, slot_mapping
+    facts = c_kv.device, cache.kind, cache.head_dim, cache.head_dim_v
+    kernel((num_tokens, 1, 1), tensors, facts, partial(arguments, cache))
 
 
-def arguments(
-    tensors: tuple[Any, ...], cache: PagedKVCache, native_fp8: bool
-) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-    """Return the kernel's tensors as it takes them, the strides after them, and the arguments by name."""
+def arguments(cache: PagedKVCache, *tensors: Any) -> Arguments:
+    """Return the kernel's arguments, of which `tensors` are the first, as bytes or bits where it takes these."""
+    native_fp8 = device_properties(cache.device).native_fp8
     as_bytes = not native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
     c_kv, k_pe, target, *rest = tensors
     meta = {
@@ -134,10 +130,10 @@ def arguments(
             "ENCODE_ROPE": None if is_bfloat16 else mods.to_bfloat16_bits,
         }  # fmt: skip
         k_pe = k_pe.view(bits) if is_bfloat16 else k_pe
-        return (c_kv, k_pe, target, scales, rope.view(bits), slot_mapping), strides, meta
+        return Arguments((c_kv, k_pe, target, scales, rope.view(bits), slot_mapping), strides, meta)
     rope_dim = cache.head_dim - cache.head_dim_v
     meta |= {
         "LARGEST": largest(cache.dtype), "RANK": cache.head_dim_v, "ROPE": rope_dim,
         "BLOCK_RANK": padded(cache.head_dim_v), "BLOCK_ROPE": padded(max(rope_dim, 1)),
     }  # fmt: skip
-    return (c_kv, k_pe, target, *rest), strides, meta
+    return Arguments((c_kv, k_pe, target, *rest), strides, meta)

@@ -9,19 +9,14 @@ import torch
 
 from quire import AttentionSpec, PagedKVCache, UnsupportedError
 from quire.integrations import layer_spec
-from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, is_among, shown
+from quire.integrations.arguments import as_int, as_number, check_flags, check_tensor, shown
 from quire.integrations.flashinfer.signatures import Arguments
 
 LAYOUTS = {
     "NHD": {"num_pages": None, "page_size": None, "num_kv_heads": None, "head_dim": None},
     "HND": {"num_pages": None, "num_kv_heads": None, "page_size": None, "head_dim": None},
 }
-POSITION_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 OUT_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-BACKENDS = (
-    *("auto", "fa2", "fa3", "cudnn", "cutlass", "cutile", "trtllm-gen", "xqa", "cake", "sparse", "prims-ts"),
-    *("cute-dsl", "cute-dsl-prims", "cute-dsl-monolithic", "cute-dsl-modular"),
-)
 Scale = float | torch.Tensor | None
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -66,9 +61,7 @@ class Scoring:
         """Return the scoring whose scores have a factor more."""
         if q_scale is None:
             return self
-        factor = as_number("q_scale", q_scale)
-        if not 0 < factor < inf:
-            raise ValueError(f"q_scale must be positive and finite, got {q_scale}; None for none")
+        factor = as_positive("q_scale", q_scale)
         scale = self.head_dim_qk**-0.5 if self.sm_scale is None else self.sm_scale
         return self if factor == 1 else replace(self, sm_scale=scale * factor)
 
@@ -94,9 +87,7 @@ def read_scoring(a: Arguments, **changed: Any) -> Scoring:
         )
     sm_scale = given.get("sm_scale")
     if sm_scale is not None:
-        sm_scale = as_number("sm_scale", sm_scale)
-        if not 0 < sm_scale < inf:
-            raise ValueError(f"sm_scale must be positive and finite, got {sm_scale}; None for head_dim_qk ** -0.5")
+        sm_scale = as_positive("sm_scale", sm_scale, "None for head_dim_qk ** -0.5")
     window_left = max(as_int("window_left", given.get("window_left", -1)), -1)
     cap = given.get("logits_soft_cap")
     cap = 0.0 if cap is None else as_number("logits_soft_cap", cap)
@@ -131,24 +122,8 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32).to(device)
 
 
-def check_backend(backend: str) -> None:
-    """Raise unless the backend is one of FlashInfer's; which one makes no difference."""
-    if not is_among(backend, BACKENDS):
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {shown(backend)}; 'auto' is usual")
-
-
-def check_layout(kv_layout: str) -> str:
-    """Return the layout, or raise unless it is one of FlashInfer's."""
-    if not is_among(kv_layout, ("NHD", "HND")):
-        raise ValueError(f"kv_layout must be 'NHD' or 'HND', got {shown(kv_layout)}; name the cache's layout")
-    return kv_layout
-
-
 def is_alibi(mode: str) -> bool:
     """Return whether attention is to apply ALiBi; raise if it is to rotate."""
-    if not is_among(mode, POSITION_ENCODINGS):
-        names = ", ".join(POSITION_ENCODINGS)
-        raise ValueError(f"pos_encoding_mode must be one of {names}, got {shown(mode)}; 'NONE' is usual")
     if mode == "ROPE_LLAMA":
         raise UnsupportedError(
             f"pos_encoding_mode must be 'NONE' or 'ALIBI', got {mode!r}; rotate q, and k before it is written to the "
@@ -157,19 +132,20 @@ def is_alibi(mode: str) -> bool:
     return mode == "ALIBI"
 
 
+def as_positive(name: str, value: float, advice: str = "None for none") -> float:
+    """Return a positive number as a float, or raise."""
+    number = as_number(name, value)
+    if not 0 < number < inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}; {advice}")
+    return number
+
+
 def read_dtype(name: str, value: str | torch.dtype | None) -> torch.dtype:
     """Return a dtype that is given as one or by its name in torch, or raise."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} must be a torch.dtype or the name of one, got {shown(value)}; for instance 'bfloat16'")
     return dtype
-
-
-def check_q(q: torch.Tensor, dtype: torch.dtype, num_tokens: int, num_qo_heads: int, head_dim: int) -> None:
-    """Raise unless the queries are those that were planned for."""
-    check_tensor("q", q, None, num_tokens=num_tokens, num_qo_heads=num_qo_heads, head_dim=head_dim)
-    if q.dtype is not dtype:
-        raise ValueError(f"q must be of the planned q_data_type {dtype}, got {q.dtype}; pass its dtype to plan")
 
 
 def read_pages(paged_kv_cache: Pages, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,9 +217,7 @@ def is_one(name: str, scale: Scale) -> bool:
     """Return whether a scale changes nothing; raise unless it is a positive number or a tensor."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale is None
-    if not 0 < as_number(name, scale) < inf:
-        raise ValueError(f"{name} must be positive and finite, got {scale}; None for none")
-    return scale == 1
+    return as_positive(name, scale) == 1
 
 
 def check_one(name: str, scale: Scale) -> None:

@@ -8,69 +8,37 @@ from quire.integrations.arguments import as_int, check_no_overlap, check_tensor,
 from quire.integrations.flashinfer.arguments import is_alibi
 from quire.integrations.flashinfer.planned import LOG2E
 from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.integrations.flashinfer.signatures import Arguments, accepts
-from quire.integrations.flashinfer.tables import CASCADE
+from quire.integrations.flashinfer.signatures import Arguments
+from quire.integrations.flashinfer.tables import CASCADE, SEVERAL_STATES, STATES
 
 MOST_LEVELS = 256
 
 
-def merge_state(
-    v_a: torch.Tensor,  # [seq_len, num_heads, head_dim]
-    s_a: torch.Tensor,  # [seq_len, num_heads]
-    v_b: torch.Tensor,
-    s_b: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@STATES.accepts("v_a, s_a, v_b, s_b")
+def merge_state(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over two disjoint sets of keys into attention over both.
-
-    Args:
-        v_a: the output over the first keys, [seq_len, num_heads, head_dim].
-        s_a: its lse in base 2, [seq_len, num_heads]; -inf where a row saw no key.
-        v_b: the output over the other keys.
-        s_b: its lse in base 2.
 
     Returns:
         The output and the float32 lse, in base 2, over all keys.
-
-    Raises:
-        UnsupportedError: a dtype or device that is not served, or a gradient.
-        TypeError: an argument is of another type.
-        ValueError: shapes, dtypes or devices differ.
     """
-    sizes = _check_state("v_a", v_a, "s_a", s_a, None)
-    _check_state("v_b", v_b, "s_b", s_b, sizes)
-    return _merge([(v_a, s_a), (v_b, s_b)])
+    sizes = check_state(a, "v_a", "s_a")
+    check_state(a, "v_b", "s_b", **sizes)
+    return merge([(a.v_a, a.s_a), (a.v_b, a.s_b)])
 
 
-def merge_state_in_place(
-    v: torch.Tensor,  # [seq_len, num_heads, head_dim]
-    s: torch.Tensor,  # [seq_len, num_heads]
-    v_other: torch.Tensor,
-    s_other: torch.Tensor,
-    mask: torch.Tensor | None = None,  # [seq_len]
-) -> None:
-    """Merge a state over other keys into one, in place.
-
-    Args:
-        v: the output to update, [seq_len, num_heads, head_dim].
-        s: its lse in base 2, [seq_len, num_heads], to update.
-        v_other: the output over other keys.
-        s_other: its lse in base 2.
-        mask: [seq_len] bool, the rows to merge; all if None.
-
-    Raises:
-        UnsupportedError: a dtype or device that is not served, or a gradient; nothing was written.
-        TypeError: an argument is of another type; nothing was written.
-        ValueError: shapes, dtypes or devices differ; nothing was written.
-    """
-    sizes = _check_state("v", v, "s", s, None)
-    _check_state("v_other", v_other, "s_other", s_other, sizes)
+@STATES.accepts("v, s, v_other, s_other, mask=None")
+def merge_state_in_place(a: Arguments) -> None:
+    """Merge a state over other keys into one, in place."""
+    v, s, mask = a.v, a.s, a.mask
+    sizes = check_state(a, "v", "s")
+    check_state(a, "v_other", "s_other", **sizes)
     if mask is not None:
-        check_tensor("mask", mask, v.device, seq_len=sizes[0])
+        check_tensor("mask", mask, v.device, seq_len=sizes["seq_len"])
         if mask.is_complex():
             raise TypeError(f"mask must be bool, got {mask.dtype}; it says which rows to merge")
     check_no_overlap("v", v)
     check_no_overlap("s", s)
-    merged, lse = _merge([(v, s), (v_other, s_other)])
+    merged, lse = merge([(v, s), (a.v_other, a.s_other)])
     if mask is not None:
         rows = mask.bool()[:, None]
         merged, lse = torch.where(rows[..., None], merged, v), torch.where(rows, lse, s)
@@ -78,50 +46,32 @@ def merge_state_in_place(
     s.copy_(lse)
 
 
-def merge_states(
-    v: torch.Tensor,  # [seq_len, num_states, num_heads, head_dim]
-    s: torch.Tensor,  # [seq_len, num_states, num_heads]
-) -> tuple[torch.Tensor, torch.Tensor]:
+@SEVERAL_STATES.accepts("v, s")
+def merge_states(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over any number of disjoint sets of keys.
-
-    Args:
-        v: the outputs, [seq_len, num_states, num_heads, head_dim].
-        s: their lse in base 2, [seq_len, num_states, num_heads].
 
     Returns:
         The output [seq_len, num_heads, head_dim] and the float32 lse [seq_len, num_heads], in base 2, over all keys.
-
-    Raises:
-        UnsupportedError: a dtype or device that is not served, or a gradient.
-        TypeError: an argument is of another type.
-        ValueError: there is no state, or shapes or devices differ.
     """
-    seq_len, num_states, num_heads, _ = check_tensor(
-        "v", v, None, seq_len=None, num_states=None, num_heads=None, head_dim=None
-    )
-    check_tensor("s", s, v.device, seq_len=seq_len, num_states=num_states, num_heads=num_heads)
-    _check_float("s", s)
-    if num_states == 0:
+    sizes = check_state(a, "v", "s", seq_len=None, num_states=None, num_heads=None, head_dim=None)
+    if sizes["num_states"] == 0:
         raise ValueError("v must hold at least one state, got none; an empty set of keys has lse -inf")
-    return _merge(list(zip(v.unbind(1), s.unbind(1), strict=True)))
+    return merge(list(zip(a.v.unbind(1), a.s.unbind(1), strict=True)))
 
 
-def _check_state(v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, sizes: torch.Size | None) -> torch.Size:
-    """Return the shape of an output, or raise unless it and its lse fit together, and fit `sizes`."""
-    seq_len, num_heads, head_dim = sizes or (None, None, None)
-    shape = check_tensor(v_name, v, None, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
-    check_tensor(s_name, s, v.device, seq_len=shape[0], num_heads=shape[1])
-    _check_float(s_name, s)
-    return shape
-
-
-def _check_float(name: str, s: torch.Tensor) -> None:
-    """Raise unless an lse is of real numbers, which are merged in float32."""
+def check_state(a: Arguments, v_name: str, s_name: str, **sizes: int | None) -> dict[str, int | None]:
+    """Return the sizes of an output, or raise unless they are these, and its lse, of real numbers, fits."""
+    v, s = getattr(a, v_name), getattr(a, s_name)
+    sizes = sizes or {"seq_len": None, "num_heads": None, "head_dim": None}
+    sizes = dict(zip(sizes, check_tensor(v_name, v, None, **sizes), strict=True))
+    check_tensor(s_name, s, v.device, **{name: size for name, size in sizes.items() if name != "head_dim"})
     if not s.is_floating_point():
-        raise TypeError(f"{name} must be float32, got {s.dtype}; it is an lse in base 2")
+        raise TypeError(f"{s_name} must be float32, got {s.dtype}; it is an lse in base 2")
+    return sizes
 
 
-def _merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(states: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge states whose lse is in base 2."""
     out, lse = quire.merge_states([State(v, s.float() / LOG2E) for v, s in states])
     return out, lse.mul_(LOG2E)
 
@@ -133,18 +83,12 @@ class MultiLevelCascadeAttentionWrapper:
     sees all keys.
     """
 
-    @accepts(
+    @CASCADE.accepts(
         "num_levels, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf_arr=None, "
-        "paged_kv_indptr_buf_arr=None, paged_kv_indices_buf_arr=None, paged_kv_last_page_len_buf_arr=None",
-        CASCADE,
+        "paged_kv_indptr_buf_arr=None, paged_kv_indices_buf_arr=None, paged_kv_last_page_len_buf_arr=None"
     )
     def __init__(self, a: Arguments) -> None:
-        """Make a wrapper.
-
-        Raises:
-            TypeError: an argument is of another type.
-            ValueError: an unknown layout, or buffers that are missing or do not fit together.
-        """
+        """Make a wrapper."""
         num_levels = as_int("num_levels", a.num_levels, least=1, most=MOST_LEVELS)
         self._use_cuda_graph: bool = a.use_cuda_graph
         names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
@@ -167,21 +111,14 @@ class MultiLevelCascadeAttentionWrapper:
         for level in self._levels:
             level.reset_workspace_buffer(float_workspace_buffer)
 
-    @accepts(
+    @CASCADE.accepts(
         "qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len, num_qo_heads, "
         "num_kv_heads, head_dim, page_size, causal=False, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, "
         "sm_scale=None, window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, "
-        "q_data_type='float16', kv_data_type=None",
-        CASCADE,
+        "q_data_type='float16', kv_data_type=None"
     )
     def plan(self, a: Arguments) -> None:
-        """Say which queries and pages each sequence of each level has, and what is computed.
-
-        Raises:
-            UnsupportedError: a position encoding, or a head dim or dtype that is not served.
-            TypeError: an argument is of another type.
-            ValueError: an argument breaks its contract, or does not fit the buffers.
-        """
+        """Say which queries and pages each sequence of each level has, and what is computed."""
         given = vars(a).copy()
         names = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"
         lists = {name: given.pop(name) for name in names}
@@ -196,16 +133,12 @@ class MultiLevelCascadeAttentionWrapper:
 
     begin_forward = plan
 
-    @accepts("q, paged_kv_cache", CASCADE)
+    @CASCADE.accepts("q, paged_kv_cache")
     def run(self, a: Arguments) -> torch.Tensor:
         """Attend at every level, and merge.
 
         Returns:
             out like `q`.
-
-        Raises:
-            TypeError: an argument is of another type.
-            ValueError: an argument does not fit what was planned, or nothing was.
         """
         states = [State(*level.run(a.q, a.paged_kv_cache, return_lse=True, lse_base="ln")) for level in self._levels]
         return states[0].out if len(states) == 1 else quire.merge_states(states).out

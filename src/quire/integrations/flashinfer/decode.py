@@ -1,8 +1,5 @@
 """Decode under FlashInfer's names: one query, or a few, for each sequence."""
 
-import torch
-
-from quire import Batch
 from quire.integrations.arguments import as_int, shown
 from quire.integrations.flash_attn.kvcache import multiples
 from quire.integrations.flashinfer.arguments import read_scoring
@@ -12,10 +9,10 @@ from quire.integrations.flashinfer.blocks import (
     xqa_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache_mla,
 )
-from quire.integrations.flashinfer.planned import LONGEST, OutAndLse, PagedWrapper, is_batch_invariant, to_device
-from quire.integrations.flashinfer.signatures import Arguments, accepts, served
+from quire.integrations.flashinfer.planned import OutAndLse, PagedWrapper
+from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.single import single_decode_with_kv_cache
-from quire.integrations.flashinfer.tables import DECODE
+from quire.integrations.flashinfer.tables import COMMON
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -36,103 +33,68 @@ FORWARD = (
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Attend from the last query of each sequence, or its last `q_len_per_req`, to its pages."""
 
-    @accepts(
+    _buffers = "paged_kv_{}_buffer"
+
+    @COMMON.accepts(
         "float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, use_tensor_cores=False, "
         "paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, "
-        "backend='auto', jit_args=None, jit_kwargs=None",
-        DECODE,
+        "backend='auto', jit_args=None, jit_kwargs=None"
     )
     def __init__(self, a: Arguments) -> None:
-        """Make a wrapper.
-
-        Raises:
-            UnsupportedError: a custom kernel.
-            TypeError: an argument is of another type.
-            ValueError: an unknown layout or backend, or buffers that are missing or do not fit together.
-        """
+        """Make a wrapper."""
         self._set_up(a)
         self._use_tensor_cores: bool = a.use_tensor_cores
         self._q_len_per_req: int | None = None  # until `plan` was called
-        if a.use_cuda_graph:
-            self._keep_buffers(
-                "buffer", a.paged_kv_indptr_buffer, a.paged_kv_indices_buffer, a.paged_kv_last_page_len_buffer
-            )
+        self._keep_buffers(a)
 
     @property
     def use_tensor_cores(self) -> bool:
         """What the wrapper was made with."""
         return self._use_tensor_cores
 
-    @accepts(
+    @COMMON.accepts(
         "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', "
         "window_left=-1, logits_soft_cap=None, q_data_type='float16', kv_data_type=None, o_data_type=None, "
         "data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True, block_tables=None, "
         "seq_lens=None, fixed_split_size=None, disable_split_kv=False, q_len_per_req=1, *, window_right=0, "
-        "is_causal=None, use_token_head_sf=False",
-        DECODE,
+        "is_causal=None, use_token_head_sf=False"
     )
     def plan(self, a: Arguments) -> None:
         """Say which pages each sequence has, and what is computed; once per step, for all layers.
 
         Lists may be on the host or on the device, int32 or int64. From a device their largest length is read back, but
         for CUDA graphs, where the buffers are the bound.
-
-        Raises:
-            UnsupportedError: an argument that is not served, or a head dim or dtype.
-            TypeError: an argument is of another type.
-            ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
         """
         q_len = as_int("q_len_per_req", a.q_len_per_req, least=1)
-        dtypes = {
-            name: a.data_type if given is None else given
-            for name, given in (("q_data_type", a.q_data_type), ("kv_data_type", a.kv_data_type))
-        }
+        for name in ("q_data_type", "kv_data_type"):
+            if getattr(a, name) is None:
+                setattr(a, name, a.data_type)
         causal = q_len > 1 if a.is_causal is None else a.is_causal
-        scoring = read_scoring(a, head_dim_qk=a.head_dim, causal=causal, is_last=q_len == 1, **dtypes)
-        page_size = as_int("page_size", a.page_size, least=1, most=LONGEST)
-        lists = a.indptr, a.indices, a.last_page_len
-        seq_lens, most_keys = self._read_pages(*lists, page_size, a.seq_lens)
-        invariant = is_batch_invariant(a.fixed_split_size, a.disable_split_kv)
+        scoring = read_scoring(a, head_dim_qk=a.head_dim, causal=causal, is_last=q_len == 1)
+        lists, most_keys = self._read_pages(a)
+        is_first = not self._use_cuda_graph or self._q_len_per_req is None
+        if not is_first and self._q_len_per_req != q_len:
+            raise ValueError(
+                f"q_len_per_req must be {self._q_len_per_req} as at the first plan, got {q_len}; use a wrapper for each"
+            )
         batch_size = len(a.last_page_len)
-        num_tokens = batch_size * q_len
-        if self._use_cuda_graph:
-            if self._q_len_per_req not in (None, q_len):
-                raise ValueError(
-                    f"q_len_per_req must be {self._q_len_per_req} as at the first plan, got {q_len}; "
-                    "use a wrapper for each"
-                )
-            starts, pages, _ = self._page_buffers
-            if self._q_len_per_req is None:
-                self._batch = Batch(pages, self._seq_lens, self._query_starts(batch_size, q_len), starts)
-            self._prepare(scoring, self._batch, (q_len, most_keys, num_tokens), invariant, num_tokens)
-            self._write_buffers(*lists, seq_lens, a.non_blocking)
-        else:
-            starts, pages, lengths = (to_device(x, self.device, a.non_blocking) for x in (*lists[:2], seq_lens))
-            batch = Batch(pages, lengths, self._query_starts(batch_size, q_len), starts)
-            self._prepare(scoring, batch, (q_len, most_keys, num_tokens), invariant, num_tokens)
-        self._q_len_per_req, self._page_size = q_len, page_size
+        if q_len > 1 and is_first:
+            lists["cu_seqlens_q"] = multiples(batch_size + 1, q_len, self.device)
+        self._prepare(a, scoring, (q_len, most_keys), batch_size * q_len, **lists)
+        self._q_len_per_req = q_len
 
     begin_forward = plan
 
-    def _query_starts(self, batch_size: int, q_len: int) -> torch.Tensor | None:
-        return None if q_len == 1 else multiples(batch_size + 1, q_len, self.device)
-
-    @accepts(
+    @COMMON.accepts(
         "q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, "
         "enable_pdl=None, window_left=None, sinks=None, q_len_per_req=None, "
-        "skip_softmax_threshold_scale_factor=None, kv_cache_sf=None",
-        DECODE,
+        "skip_softmax_threshold_scale_factor=None, kv_cache_sf=None"
     )
     def run(self, a: Arguments) -> OutAndLse:
         """Attend, for one layer. `window_left` and `q_len_per_req` must be what was planned.
 
         Returns:
             out like `q`, or (out, lse), the lse in base 2.
-
-        Raises:
-            UnsupportedError: an argument that is not served.
-            TypeError: an argument is of another type.
-            ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
         """
         self._planned(a.window_left)
         if a.q_len_per_req is not None and as_int("q_len_per_req", a.q_len_per_req) != self._q_len_per_req:
@@ -141,62 +103,39 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         return self._attend(a, self._read_cache(a))
 
-    @accepts(FORWARD, DECODE)
+    @COMMON.accepts(FORWARD)
     def forward(self, a: Arguments) -> OutAndLse:
         """Attend by these scores and this window, whatever was planned; FlashInfer's old name of `run`."""
-        return self._forward(a, False)
+        return self._forward(a, return_lse=False)
 
-    @accepts(FORWARD, DECODE)
+    @COMMON.accepts(FORWARD)
     def forward_return_lse(self, a: Arguments) -> OutAndLse:
         """Return `forward`'s output and the lse."""
-        return self._forward(a, True)
-
-    def _forward(self, a: Arguments, return_lse: bool) -> OutAndLse:
-        self._rescore(a)
-        return self.run(
-            a.q, a.paged_kv_cache, q_scale=a.q_scale, k_scale=a.k_scale, v_scale=a.v_scale, return_lse=return_lse
-        )
+        return self._forward(a, return_lse=True)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True`."""
 
-    @accepts(
-        "workspace_buffer, indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout='NHD', "
-        "use_tensor_cores=False",
-        DECODE,
+    @COMMON.accepts(
+        "workspace_buffer, indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout='NHD', use_tensor_cores=False"
     )
     def __init__(self, a: Arguments) -> None:
-        """Make a wrapper; errors are those of `BatchDecodeWithPagedKVCacheWrapper`."""
-        super().__init__(
-            a.workspace_buffer,
-            a.kv_layout,
-            True,
-            a.use_tensor_cores,
-            a.indptr_buffer,
-            a.indices_buffer,
-            a.last_page_len_buffer,
-        )
+        """Make a wrapper."""
+        buffers = a.indptr_buffer, a.indices_buffer, a.last_page_len_buffer
+        super().__init__(a.workspace_buffer, a.kv_layout, True, a.use_tensor_cores, *buffers)
 
 
-PLAN = (
-    "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', "
+@COMMON.accepts(
+    "self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', "
     "window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None, data_type=None, sm_scale=None, "
     "rope_scale=None, rope_theta=None, non_blocking=True, fixed_split_size=None, disable_split_kv=False, "
     "q_len_per_req=1, global_override_indptr_cpu=None"
 )
-
-
-@accepts(f"self, {PLAN}", DECODE | {"self": served("the wrapper.")})
 def fast_decode_plan(a: Arguments) -> None:
     """Plan for decode; engines put it in the place of a wrapper's `plan`, which is as fast.
 
     Without dtypes, queries are float16.
-
-    Raises:
-        UnsupportedError: as `BatchDecodeWithPagedKVCacheWrapper.plan`, and so the others.
-        TypeError: an argument is of another type.
-        ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
     """
     given = vars(a).copy()
     wrapper, indptr = given.pop("self"), given.pop("global_override_indptr_cpu")

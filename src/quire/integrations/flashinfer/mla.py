@@ -4,24 +4,15 @@ from typing import Any
 
 import torch
 
-from quire import Batch, PagedKVCache
-from quire.integrations.arguments import as_int, as_number, check_integers, check_tensor, shown
+from quire import PagedKVCache
+from quire.integrations.arguments import as_int, as_number, check_tensor, shown
 from quire.integrations.flashinfer.arguments import check_one, read_scoring
 from quire.integrations.flashinfer.blocks import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
-from quire.integrations.flashinfer.planned import (
-    LONGEST,
-    OutAndLse,
-    PrefillWrapper,
-    attend,
-    check_buffer,
-    check_indptr,
-    largest,
-    to_device,
-)
-from quire.integrations.flashinfer.signatures import Arguments, accepts
+from quire.integrations.flashinfer.planned import OutAndLse, PagedWrapper
+from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.tables import MLA
 
 __all__ = [
@@ -31,94 +22,48 @@ __all__ = [
 ]
 
 
-class BatchMLAPagedAttentionWrapper(PrefillWrapper):
+class BatchMLAPagedAttentionWrapper(PagedWrapper):
     """Attend from queries with absorbed projections to pages of latents, in any mix of prompts and decode."""
 
-    @accepts(
+    _lists = "kv_indptr", "kv_indices", "kv_len_arr"
+
+    @MLA.accepts(
         "float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None, "
-        "kv_len_arr=None, backend='auto'",
-        MLA,
+        "kv_len_arr=None, backend='auto'"
     )
     def __init__(self, a: Arguments) -> None:
-        """Make a wrapper.
-
-        Raises:
-            TypeError: an argument is of another type.
-            ValueError: an unknown backend, or buffers that are missing or do not fit together.
-        """
-        a.kv_layout = "NHD"
+        """Make a wrapper."""
         self._set_up(a)
-        if a.use_cuda_graph:
-            (batch_size,) = check_buffer("kv_len_arr", a.kv_len_arr, self.device)
-            for name, entries in (("qo_indptr", batch_size + 1), ("kv_indptr", batch_size + 1), ("kv_indices", None)):
-                check_buffer(name, getattr(a, name), self.device, entries)
-            self._batch = Batch(a.kv_indices, a.kv_len_arr, a.qo_indptr, a.kv_indptr)
+        self._keep_buffers(a)
 
-    @accepts(
+    @MLA.accepts(
         "qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None, head_dim_ckv=None, "
         "head_dim_kpe=None, page_size=None, causal=None, sm_scale=None, q_data_type=None, kv_data_type=None, "
         "use_profiler=False, *, metadata=None, cum_seq_lens_q=None, block_tables=None, seq_lens=None, max_q_len=None, "
         "query_layout=None, kv_cache_layout=None, lse_mode='none', output_dtype=None, output_scale='none', "
-        "scale_mode='default', skip_softmax=False, enable_pdl=None, use_sinks=False",
-        MLA,
+        "scale_mode='default', skip_softmax=False, enable_pdl=None, use_sinks=False"
     )
     def plan(self, a: Arguments) -> None:
-        """Say which queries and pages each sequence has, and what is computed; once per step, for all layers.
-
-        Raises:
-            UnsupportedError: an argument that is not served, or a width or dtype.
-            TypeError: an argument is of another type.
-            ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
-        """
+        """Say which queries and pages each sequence has, and what is computed; once per step, for all layers."""
         rank, rope = as_int("head_dim_ckv", a.head_dim_ckv, least=1), as_int("head_dim_kpe", a.head_dim_kpe, least=0)
         as_number("sm_scale", a.sm_scale)
         widths = {"num_qo_heads": a.num_heads, "num_kv_heads": 1, "head_dim_qk": rank + rope, "head_dim_vo": rank}
         scoring = read_scoring(a, latent=True, o_data_type=a.output_dtype, **widths)
-        self._page_size = as_int("page_size", a.page_size, least=1, most=LONGEST)
-        batch_size = check_indptr("kv_indptr", a.kv_indptr)
-        check_integers("kv_len_arr", a.kv_len_arr, None, batch_size=batch_size)
-        (num_indices,) = check_integers("kv_indices", a.kv_indices, None, **{"kv_indptr[-1]": None})
-        lists = {name: getattr(a, name) for name in ("kv_indices", "kv_len_arr", "qo_indptr", "kv_indptr")}
-        if self._use_cuda_graph:
-            held = self._batch
-            if batch_size != held.num_seqs or num_indices > len(held.page_table):
-                raise ValueError(
-                    f"kv_indptr must be of {held.num_seqs} sequences with at most {len(held.page_table)} pages, as its "
-                    f"buffers are, got {batch_size} with {num_indices}; use a wrapper for each batch size"
-                )
-        most_queries, num_rows = self._read_queries(a.qo_indptr, batch_size, a.max_q_len)
-        self._check_readable(**lists)
-        if self._use_cuda_graph:
-            held = self._batch
-            most_keys = min(len(held.page_table) * self._page_size, LONGEST)
-            self._prepare(scoring, held, (most_queries, most_keys, most_queries), False, num_rows)
-            buffers = held.page_table[:num_indices], held.seq_lens, held.cu_seqlens_q, held.cu_pages
-            for buffer, x in zip(buffers, lists.values(), strict=True):
-                assert buffer is not None
-                buffer.copy_(x)
-            self._most_rows = most_queries
-        else:
-            pages, lengths, queries, starts = (to_device(x, self.device, True) for x in lists.values())
-            batch = Batch(pages, lengths, queries, starts)
-            self._prepare(scoring, batch, (most_queries, largest(a.kv_len_arr), num_rows), False, num_rows)
+        lists, most_keys = self._read_pages(a)
+        most_queries, num_rows = self._read_queries(a.qo_indptr, len(a.kv_len_arr), a.max_q_len)
+        self._prepare(a, scoring, (most_queries, most_keys), num_rows, cu_seqlens_q=a.qo_indptr, **lists)
 
-    @accepts(
+    @MLA.accepts(
         "q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None, return_lse=False, "
         "profiler_buffer=None, kv_len=None, page_table=None, return_lse_base_on_e=False, o_scale=None, *, query=None, "
         "kv_cache=None, ckv_scale=None, ckv_scale_arr=None, kpe_scale=None, sinks=None, "
-        "skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None",
-        MLA,
+        "skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None"
     )
     def run(self, a: Arguments) -> OutAndLse:
         """Attend, for one layer.
 
         Returns:
             out [num_tokens, num_heads, head_dim_ckv], latents; or (out, lse), the lse in base 2.
-
-        Raises:
-            UnsupportedError: an argument that is not served.
-            TypeError: an argument is of another type.
-            ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
         """
         scoring = self._planned()
         check_one("o_scale", a.o_scale)
@@ -135,9 +80,8 @@ class BatchMLAPagedAttentionWrapper(PrefillWrapper):
         if a.kpe_scale is not None and a.kpe_scale is not a.ckv_scale and a.kpe_scale != a.ckv_scale:
             raise ValueError(f"kpe_scale must be ckv_scale, got {shown(a.kpe_scale)}; an fp8 cache has one scale")
         cache = PagedKVCache.from_latents(latents, rank, scale=a.ckv_scale)
-        self._has_sinks = a.sinks is not None
         a.q, a.lse_base = (q_nope, q_pe if rope else None), "ln" if a.return_lse_base_on_e else "log2"
-        return attend(a, cache, self._find_plan(scoring), scoring)
+        return self._attend(a, cache)
 
 
 def pair_of(

@@ -1,10 +1,9 @@
 """Prefill over pages under FlashInfer's names; any mix with decode is one batch."""
 
-from dataclasses import replace
-
 import torch
+from torch.nn.functional import pad
 
-from quire import Batch, UnsupportedError
+from quire import UnsupportedError
 from quire.integrations.arguments import as_int, check_tensor
 from quire.integrations.flashinfer.arguments import read_scoring
 from quire.integrations.flashinfer.blocks import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
@@ -15,17 +14,9 @@ from quire.integrations.flashinfer.masks import (
     seen_by_mask,
     words_without_mask,
 )
-from quire.integrations.flashinfer.planned import (
-    LONGEST,
-    OutAndLse,
-    PagedWrapper,
-    PrefillWrapper,
-    check_buffer,
-    is_batch_invariant,
-    to_device,
-)
+from quire.integrations.flashinfer.planned import OutAndLse, PagedWrapper
 from quire.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from quire.integrations.flashinfer.signatures import Arguments, accepts
+from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.single import single_prefill_with_kv_cache
 from quire.integrations.flashinfer.tables import PREFILL
 
@@ -42,25 +33,19 @@ FORWARD = (
 )
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attend from the last queries of each sequence, any number of them, to its pages."""
 
-    _prefix = "paged_kv_"
+    _lists = "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+    _buffers = "{}_buf"
 
-    @accepts(
+    @PREFILL.accepts(
         "float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, qo_indptr_buf=None, paged_kv_indptr_buf=None, "
         "paged_kv_indices_buf=None, paged_kv_last_page_len_buf=None, custom_mask_buf=None, mask_indptr_buf=None, "
-        "backend='auto', jit_args=None, jit_kwargs=None, variant_owns_mask=False, max_total_num_rows=None",
-        PREFILL,
+        "backend='auto', jit_args=None, jit_kwargs=None, variant_owns_mask=False, max_total_num_rows=None"
     )
     def __init__(self, a: Arguments) -> None:
-        """Make a wrapper.
-
-        Raises:
-            UnsupportedError: a custom kernel.
-            TypeError: an argument is of another type.
-            ValueError: an unknown layout or backend, or buffers that are missing or do not fit together.
-        """
+        """Make a wrapper."""
         self._set_up(a)
         if a.max_total_num_rows is not None:
             self._most_rows = as_int("max_total_num_rows", a.max_total_num_rows, least=0)
@@ -68,28 +53,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
                 raise ValueError(
                     f"max_total_num_rows must be None without use_cuda_graph, got {self._most_rows}; plan reads it"
                 )
-        if a.use_cuda_graph:
-            self._keep_buffers("buf", a.paged_kv_indptr_buf, a.paged_kv_indices_buf, a.paged_kv_last_page_len_buf)
-            starts, pages, _ = self._page_buffers
-            check_buffer("qo_indptr_buf", a.qo_indptr_buf, self.device, len(starts))
-            self._batch = Batch(pages, self._seq_lens, a.qo_indptr_buf, starts)
+        self._keep_buffers(a)
         self._has_mask = False  # at the last plan
-        self._takes_masks = self._check_mask_buffers(a.custom_mask_buf, a.mask_indptr_buf)
-
-    def _check_mask_buffers(self, custom_mask_buf: torch.Tensor | None, mask_indptr_buf: torch.Tensor | None) -> bool:
-        """Return whether graphs are to read masks, or raise unless there are both buffers or none."""
-        buffers = {"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf}
-        given = {name: x for name, x in buffers.items() if x is not None}
-        for name, x in given.items():
-            check_tensor(name, x, self.device, num_entries=None)
-        if not self._use_cuda_graph or not given:
-            return False
+        buffers = {name: getattr(a, name) for name in ("custom_mask_buf", "mask_indptr_buf")}
+        given = [name for name, x in buffers.items() if x is not None]
+        for name in given:
+            check_tensor(name, buffers[name], self.device, num_entries=None)
+        self._takes_masks = a.use_cuda_graph and bool(given)
         for name in buffers:
-            if name not in given:
-                raise ValueError(f"{name} must be a tensor where {next(iter(given))} is one, got None; pass both")
-        return True
+            if self._takes_masks and name not in given:
+                raise ValueError(f"{name} must be a tensor where {given[0]} is one, got None; pass both")
 
-    @accepts(
+    @PREFILL.accepts(
         "qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, "
         "head_dim_qk, page_size, head_dim_vo=None, custom_mask=None, packed_custom_mask=None, causal=False, "
         "pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None, "
@@ -97,19 +72,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
         "non_blocking=True, prefix_len_ptr=None, token_pos_in_items_ptr=None, token_pos_in_items_len=0, "
         "max_item_len_ptr=None, seq_lens=None, seq_lens_q=None, block_tables=None, max_token_per_sequence=None, "
         "max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False, uniform_q_len=None, "
-        "use_token_head_sf=False",
-        PREFILL,
+        "use_token_head_sf=False"
     )
     def plan(self, a: Arguments) -> None:
         """Say which queries and pages each sequence has, and what is computed; once per step, for all layers.
 
         Lists may be on the host or on the device, int32 or int64. From a device their largest lengths are read back.
-
-        Raises:
-            UnsupportedError: a mask that is not served or comes with a window, another argument that is not served, or
-                a head dim or dtype.
-            TypeError: an argument is of another type.
-            ValueError: an argument breaks its contract, or does not fit the buffers; none of them was written.
         """
         mask = read_mask(a.custom_mask, a.packed_custom_mask)
         if mask is not None and self._use_cuda_graph and not self._takes_masks:
@@ -124,42 +92,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
                 raise UnsupportedError(
                     "pos_encoding_mode must be 'NONE' where queries have masks, got 'ALIBI'; they share positions"
                 )
-        page_size = as_int("page_size", a.page_size, least=1, most=LONGEST)
-        lists = a.paged_kv_indptr, a.paged_kv_indices, a.paged_kv_last_page_len
-        lengths, most_keys = self._read_pages(*lists, page_size, a.seq_lens, a.max_sequence_kv)
+        lists, most_keys = self._read_pages(a)
+        lengths = lists["seq_lens"]
         most_queries, num_rows = self._read_queries(a.qo_indptr, len(lengths), a.max_token_per_sequence)
-        invariant = is_batch_invariant(a.fixed_split_size, a.disable_split_kv)
-        seen = self._find_mask(mask, a.qo_indptr, lengths, a.causal) if reads_masks else {}
-        longest = min(most_queries, MOST_QUERIES) if "tree_bits" in seen else most_queries
-        if self._use_cuda_graph:
-            batch = self._batch
-            if seen and batch.tree_bits is None:
-                batch = replace(batch, tree_bits=torch.zeros(most_queries, dtype=torch.int64, device=self.device))
-            self._prepare(scoring, batch, (longest, most_keys, most_queries), invariant, num_rows)
-            self._write_buffers(*lists, lengths, a.non_blocking)
-            assert batch.cu_seqlens_q is not None
-            batch.cu_seqlens_q.copy_(a.qo_indptr, non_blocking=a.non_blocking)
-            if batch.tree_bits is not None:
-                batch.tree_bits[:num_rows].copy_(seen["tree_bits"], non_blocking=a.non_blocking)
-            self._most_rows = most_queries
-        else:
-            starts, pages, lengths, queries = (
-                to_device(x, self.device, a.non_blocking) for x in (*lists[:2], lengths, a.qo_indptr)
-            )
-            seen = {name: x.to(self.device, non_blocking=a.non_blocking) for name, x in seen.items()}
-            batch = Batch(
-                pages,
-                lengths,
-                queries,
-                starts,
-                key_begin=seen.get("key_begin"),
-                key_end=seen.get("key_end"),
-                tree_bits=seen.get("tree_bits"),
-            )
-            self._prepare(scoring, batch, (longest, most_keys, num_rows), invariant, num_rows)
-        self._has_mask = mask is not None
-        self._causal = a.causal
-        self._page_size = page_size
+        seen, longest = {}, most_queries
+        if reads_masks:
+            seen = self._find_mask(mask, a.qo_indptr, lengths, a.causal)
+        if "tree_bits" in seen:
+            longest = min(most_queries, MOST_QUERIES)
+            if self._use_cuda_graph:  # words for the most queries of any plan
+                seen["tree_bits"] = pad(seen["tree_bits"], (0, most_queries - num_rows))
+        self._prepare(a, scoring, (longest, most_keys), num_rows, **lists, cu_seqlens_q=a.qo_indptr, **seen)
+        self._has_mask, self._causal = mask is not None, a.causal
 
     begin_forward = plan
 
@@ -186,37 +130,29 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper, PagedWrapper):
             a.causal = True  # as planned: the mask says what is seen
         super()._rescore(a)
 
-    @accepts(
+    @PREFILL.accepts(
         "q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, "
         "lse_base='log2', lse_layout='NH', enable_pdl=None, window_left=None, sinks=None, kv_cache_sf=None, "
-        "skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None",
-        PREFILL,
+        "skip_softmax_threshold_scale_factor=None, use_fp16_softmax=None, uses_spcompress=None"
     )
     def run(self, a: Arguments) -> OutAndLse:
         """Attend, for one layer. `window_left` must be what was planned.
 
         Returns:
             out [qo_indptr[-1], num_qo_heads, head_dim_vo], or (out, lse).
-
-        Raises:
-            UnsupportedError: an argument that is not served.
-            TypeError: an argument is of another type.
-            ValueError: an argument does not fit what was planned, or nothing was; nothing was written.
         """
         self._planned(a.window_left)
         return self._attend(a, self._read_cache(a))
 
-    @accepts(FORWARD, PREFILL)
+    @PREFILL.accepts(FORWARD)
     def forward(self, a: Arguments) -> OutAndLse:
         """Attend by these scores and this `causal`, whatever was planned; FlashInfer's old name of `run`.
 
         After a plan with a mask, the mask counts, and `causal` is ignored.
         """
-        self._rescore(a)
-        return self.run(a.q, a.paged_kv_cache, k_scale=a.k_scale, v_scale=a.v_scale)
+        return self._forward(a, return_lse=False)
 
-    @accepts(FORWARD, PREFILL)
+    @PREFILL.accepts(FORWARD)
     def forward_return_lse(self, a: Arguments) -> OutAndLse:
         """Return `forward`'s output and the lse."""
-        self._rescore(a)
-        return self.run(a.q, a.paged_kv_cache, k_scale=a.k_scale, v_scale=a.v_scale, return_lse=True)
+        return self._forward(a, return_lse=True)

@@ -1,11 +1,11 @@
 """Functions with FlashInfer's parameter lists. A table says of each name whether it is served, and in which words.
 
-A function is written with one parameter, its arguments by name. `accepts` gives it FlashInfer's parameters: their order
-and defaults, the check of those that are not served, and their lines of the docstring.
+A function is written with one parameter, its arguments by name. `Table.accepts` gives it FlashInfer's parameters: their
+order and defaults, the check of those that are not served, and their lines of the docstring.
 """
 
-import ast
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from quire import UnsupportedError
-from quire.integrations.arguments import check_flags, shown
+from quire.integrations.arguments import check_flags, is_among, shown
 
 R = TypeVar("R")
+RAISES = """
+Raises:
+    UnsupportedError: an argument that is not served, or a head dim, a dtype, a device or a gradient that is not.
+    TypeError: an argument is of another type.
+    ValueError: an argument breaks its contract, or does not fit the others or what was planned; nothing was written.
+"""
 
 
 class Arguments(SimpleNamespace):
@@ -34,91 +40,86 @@ class Argument:
 
     words: str  # its line in the docstring; of one that is refused, the advice of the error
     kind: str = "served"  # or "flag", a bool that is checked, or "refused"
+    choices: tuple[str, ...] = ()  # of one that is served, the only values if there are any
+
+    def check(self, name: str, value: Any, default: Any) -> None:
+        """Raise unless a value is accepted."""
+        if self.kind == "flag":
+            check_flags(**{name: value})
+        elif self.kind == "refused" and not is_left_out(value, default):
+            raise UnsupportedError(f"{name} must be left out, got {shown(value)}; {self.words}")
+        elif self.choices and not is_among(value, self.choices):
+            few = len(self.choices) == 2
+            wanted = " or ".join(map(repr, self.choices)) if few else f"one of {', '.join(self.choices)}"
+            raise ValueError(f"{name} must be {wanted}, got {shown(value)}; {self.choices[0]!r} is usual")
 
 
-Table = dict[str, Argument]
+class Table(dict[str, Argument]):
+    """What is done with arguments, by name. The text has a line "name, name (kind): words" for each, or several.
 
-
-def served(words: str) -> Argument:
-    """Return an argument that is read, or of which the words say that it is ignored."""
-    return Argument(words)
-
-
-def flag(words: str) -> Argument:
-    """Return one that must be True or False."""
-    return Argument(words, "flag")
-
-
-def refused(advice: str) -> Argument:
-    """Return one that must be left out."""
-    return Argument(advice, "refused")
-
-
-def accepts(parameters: str, table: Table) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a function, or a method, FlashInfer's parameters.
-
-    Args:
-        parameters: FlashInfer's list of them, with defaults.
-        table: what is done with each; more names do no harm.
+    What a table is based on holds too; names that a function does not have do no harm.
     """
-    names, variadic = names_of(parameters)
-    entries = {name: table[name] for name in names}
 
-    def decorate(body: Callable[..., R]) -> Callable[..., R]:
-        is_method = len(inspect.signature(body).parameters) == 2
-        first = "self, " if is_method else ""
-        given = ", ".join(
-            f"{name}=len({name})" if name == variadic and entries[name].kind == "refused" else f"{name}={name}"
-            for name in names
-        )
-        source = f"def {body.__name__}({first}{parameters}): return call({first}Arguments({given}))"
-        flags = [name for name, entry in entries.items() if entry.kind == "flag"]
-        unserved = [(name, entry.words) for name, entry in entries.items() if entry.kind == "refused"]
+    def __init__(self, text: str, base: "Table | None" = None) -> None:
+        super().__init__(base or {})
+        for line in re.sub(r"\n +", " ", text).strip().splitlines():
+            if not line.startswith("#"):
+                found = re.fullmatch(r"([\w, ]+?)(?: \((.*?)\))?: (.*)", line)
+                assert found, line
+                names, kind, words = found.groups()
+                if kind in (None, "flag", "refused"):
+                    argument = Argument(words, kind or "served")
+                else:
+                    argument = Argument(words, choices=tuple(kind.split(", ")))
+                self.update(dict.fromkeys(names.split(", "), argument))
 
-        def call(*args: Any) -> R:
-            values = vars(args[-1])
-            for name, advice in unserved:
-                if values[name] is not defaults.get(name):
-                    refuse(advice, defaults.get(name), **{name: values[name]})
-            check_flags(**{name: values[name] for name in flags})
-            return body(*args)
+    def accepts(self, parameters: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        """Give a function, or a method, FlashInfer's parameters: its list of them, with defaults."""
+        blank = eval(f"lambda {parameters}: None", {"torch": torch})  # the text is this package's own
+        listed = inspect.signature(blank).parameters.values()
+        entries = {p.name: self[p.name] for p in listed}
+        counted = [p.name for p in listed if p.kind is p.VAR_POSITIONAL and entries[p.name].kind == "refused"]
+        checked = [
+            (p.name, entries[p.name], 0 if p.name in counted else p.default)
+            for p in sorted(listed, key=lambda p: entries[p.name].kind != "refused")  # these first
+            if entries[p.name].kind != "served" or entries[p.name].choices
+        ]
+        given = ", ".join(f"{name}=len({name})" if name in counted else f"{name}={name}" for name in entries)
 
-        names_seen = {"call": call, "Arguments": Arguments, "torch": torch}
-        exec(source, names_seen)  # the text is this package's own
-        found = names_seen[body.__name__]
-        defaults = {p.name: p.default for p in inspect.signature(found).parameters.values() if p.name != variadic}
-        found.__qualname__, found.__module__ = body.__qualname__, body.__module__
-        found.__doc__ = with_arguments(inspect.cleandoc(body.__doc__ or ""), entries)
-        found.table = entries
-        return found
+        def decorate(body: Callable[..., R]) -> Callable[..., R]:
+            def call(*args: Any) -> R:
+                values = vars(args[-1])
+                for name, argument, default in checked:
+                    argument.check(name, values[name], default)
+                return body(*args)
 
-    return decorate
+            first = "self, " if len(inspect.signature(body).parameters) == 2 else ""
+            names_seen = {"call": call, "Arguments": Arguments, "torch": torch}
+            exec(f"def {body.__name__}({first}{parameters}): return call({first}Arguments({given}))", names_seen)
+            found = names_seen[body.__name__]
+            found.__defaults__, found.__kwdefaults__ = blank.__defaults__, blank.__kwdefaults__  # the same objects
+            found.__qualname__, found.__module__ = body.__qualname__, body.__module__
+            found.__doc__ = with_arguments(inspect.cleandoc(body.__doc__ or ""), entries)
+            found.table = entries
+            return found
 
-
-def names_of(parameters: str) -> tuple[list[str], str | None]:
-    """Return the names in a parameter list, and which of them takes further positional arguments."""
-    args = ast.parse(f"lambda {parameters}: 0", mode="eval").body.args  # type: ignore[attr-defined]
-    variadic = [args.vararg.arg] if args.vararg else []
-    return [*(x.arg for x in args.args), *variadic, *(x.arg for x in args.kwonlyargs)], args.vararg and args.vararg.arg
-
-
-def refuse(advice: str, default: object = None, **arguments: object) -> None:
-    """Raise if one of these arguments, which are not served, is anything but its default or, as that, nothing."""
-    for name, value in arguments.items():
-        if value is default or (not default and (value is None or (isinstance(value, bool | int) and not value))):
-            continue
-        if isinstance(value, int | float | str) and type(value) is type(default) and value == default:
-            continue
-        raise UnsupportedError(f"{name} must be left out, got {shown(value)}; {advice}")
+        return decorate
 
 
-def with_arguments(text: str, entries: Table) -> str:
-    """Return a docstring with a line for each argument, before what it says of results and errors."""
+def is_left_out(value: object, default: object) -> bool:
+    """Return whether a value says no more than its default: it is equal, or each of them stands for nothing."""
+    if value is default:
+        return True
+    if isinstance(value, int | float | str) and type(value) is type(default):
+        return value == default
+    return not default and (value is None or (isinstance(value, bool | int) and not value))
+
+
+def with_arguments(text: str, entries: dict[str, Argument]) -> str:
+    """Return a docstring with a line for each argument before what it says of results, and one for each error."""
     lines = []
     for entry, group in groupby(entries, key=lambda name: entries[name]):
         words = f"not served; {entry.words}." if entry.kind == "refused" else entry.words
         lines.append(f"    {', '.join(group)}: {words}\n")
-    before, at, after = text.partition("\nReturns:\n")
-    if not at:
-        before, at, after = text.partition("\nRaises:\n")
-    return before.rstrip() + "\n\nArgs:\n" + "".join(lines) + at + after
+    before, returns, after = text.partition("\nReturns:\n")
+    return f"{before.rstrip()}\n\nArgs:\n{''.join(lines)}{returns}{after}".rstrip() + f"\n{RAISES}"

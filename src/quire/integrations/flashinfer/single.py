@@ -4,33 +4,26 @@ from typing import Any
 
 import torch
 
-import quire
 from quire import Batch, UnsupportedError
-from quire.integrations.arguments import check_tensor
+from quire.integrations.arguments import as_int, check_tensor
 from quire.integrations.flash_attn.kvcache import multiples
-from quire.integrations.flashinfer.arguments import as_tokens, check_backend, check_layout, read_cache, read_scoring
+from quire.integrations.flashinfer.arguments import as_tokens, read_cache
 from quire.integrations.flashinfer.masks import check_no_window, read_mask, seen_by_mask
-from quire.integrations.flashinfer.planned import OutAndLse, attend
-from quire.integrations.flashinfer.signatures import Arguments, accepts
+from quire.integrations.flashinfer.planned import OutAndLse, attend_once
+from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.tables import SINGLE
 
 
-@accepts(
+@SINGLE.accepts(
     "q, k, v, kv_layout='NHD', pos_encoding_mode='NONE', use_tensor_cores=False, q_scale=None, k_scale=None, "
     "v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None, "
-    "return_lse=False",
-    SINGLE,
+    "return_lse=False"
 )
 def single_decode_with_kv_cache(a: Arguments) -> OutAndLse:
     """Attend from one query, the last token, to the keys of its sequence.
 
     Returns:
         out [num_qo_heads, head_dim_vo], or (out, lse [num_qo_heads] float32 in base 2).
-
-    Raises:
-        UnsupportedError: a rotary encoding, a gradient, or a head dim or dtype that is not served.
-        TypeError: an argument is of another type.
-        ValueError: an argument breaks its contract, or shapes do not fit together.
     """
     check_tensor("q", a.q, None, num_qo_heads=None, head_dim=None)
     a.q = a.q[None]
@@ -38,43 +31,28 @@ def single_decode_with_kv_cache(a: Arguments) -> OutAndLse:
     return found[0] if isinstance(found, torch.Tensor) else (found[0][0], found[1][0])
 
 
-@accepts(
+@SINGLE.accepts(
     "q, k, v, scale_q=None, scale_k=None, scale_v=None, o_dtype=None, custom_mask=None, packed_custom_mask=None, "
     "causal=False, kv_layout='NHD', pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None, "
     "window_left=-1, logits_soft_cap=None, rope_scale=None, rope_theta=None, backend='auto', return_lse=False, "
-    "kv_cache_sf=None, k_scale=None, v_scale=None",
-    SINGLE,
+    "kv_cache_sf=None, k_scale=None, v_scale=None"
 )
 def single_prefill_with_kv_cache(a: Arguments) -> OutAndLse:
     """Attend from the last `qo_len` tokens of a sequence to its keys.
 
     Returns:
         out [qo_len, num_qo_heads, head_dim_vo], or (out, lse [qo_len, num_qo_heads] float32 in base 2).
-
-    Raises:
-        UnsupportedError: a mask that is not served or comes with a window, a rotary encoding, a gradient, or a head dim
-            or dtype that is not served.
-        TypeError: an argument is of another type.
-        ValueError: an argument breaks its contract, or shapes do not fit together.
     """
-    check_backend(a.backend)
     check_tensor("q", a.q, None, qo_len=None, num_qo_heads=None, head_dim=None)
     return attend_one(a, o_data_type=a.o_dtype)
 
 
 def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
     """Attend over a batch of one sequence, without copying anything from the host but a mask."""
-    q = a.q
-    k, v = as_tokens(a.k, a.v, check_layout(a.kv_layout))
-    sizes = {"num_qo_heads": q.shape[-2], "num_kv_heads": k.shape[1], "head_dim_qk": q.shape[-1]}
-    dtypes = {"head_dim_vo": v.shape[2], "q_data_type": q.dtype, "kv_data_type": k.dtype}
-    scoring = read_scoring(a, **sizes, **dtypes, **changed).scaled(getattr(a, "q_scale", None))
-    qo_len, kv_len, device = len(q), len(k), q.device
+    k, v = as_tokens(a.k, a.v, a.kv_layout)
+    qo_len, kv_len, device = len(a.q), len(k), a.q.device
     seen = find_mask(a, qo_len, kv_len) if hasattr(a, "custom_mask") else {}
     seen = {name: x.to(device) for name, x in seen.items()}
-    if seen:
-        check_no_window(scoring.window_left)
-    cache = read_cache(k, v, "THD", k.dtype, a.k_scale, a.v_scale)
     batch = Batch(
         torch.zeros(1, 1, dtype=torch.int32, device=device),
         torch.full((1,), kv_len, dtype=torch.int32, device=device),
@@ -84,8 +62,8 @@ def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
         key_end=seen.get("key_end"),
         tree_bits=seen.get("tree_bits"),
     )
-    plan = quire.plan(scoring.spec(), batch, max_query_len=qo_len, max_seq_len=kv_len)
-    return attend(a, cache, plan, scoring)
+    cache = read_cache(k, v, "THD", k.dtype, a.k_scale, a.v_scale)
+    return attend_once(a, batch, cache, qo_len, kv_len, **changed)
 
 
 def find_mask(a: Arguments, qo_len: int, kv_len: int) -> dict[str, torch.Tensor]:
@@ -97,6 +75,7 @@ def find_mask(a: Arguments, qo_len: int, kv_len: int) -> dict[str, torch.Tensor]
     mask = read_mask(custom_mask, a.packed_custom_mask)
     if mask is None:
         return {}
+    check_no_window(as_int("window_left", a.window_left))
     if a.pos_encoding_mode == "ALIBI":
         raise UnsupportedError("pos_encoding_mode must be 'NONE' with a mask, got 'ALIBI'; queries share positions")
     return seen_by_mask(mask, [0, qo_len], [kv_len])

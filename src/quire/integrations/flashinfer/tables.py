@@ -1,294 +1,298 @@
-"""What is done with each argument of FlashInfer's functions, by family.
+"""What is done with each argument of FlashInfer's functions, by its names.
 
+After a name: "flag" marks one that must be True or False, "refused" one that must be left out, and other words are its
+only values. Of one that is refused, the text is the advice of the error. `COMMON` has the names that mean the same
+everywhere. The table of a family adds to it.
 Names, order and defaults in the modules are those of FlashInfer 0.7.4. 0.7.2 lacks some of them.
 """
 
-from quire.integrations.flashinfer.signatures import Table, flag, refused, served
+from quire.integrations.flashinfer.signatures import Table
 
-KERNELS = "custom kernels are not served"
-NO_FP4 = "Quire reads no fp4, and scales per token are in a PagedKVCache"
-LENGTHS = "lengths follow from the lists that start with kv_indptr and qo_indptr"
-ITEMS = "several items in one sequence are not served"
-NO_ROTARY = served("ignored, as FlashInfer does without a rotary encoding.")
-CHOICE = served("ignored; Quire chooses.")
-BUFFER = served("int32, read by captured graphs: with `use_cuda_graph`, `plan` writes into it.")
+COMMON = Table(
+    """
+# what is computed
+num_qo_heads: query heads.
+num_kv_heads: KV heads.
+head_dim: width of queries, keys and values.
+head_dim_qk: width of queries and keys.
+head_dim_vo: width of values and outputs; `head_dim_qk` if None.
+q_data_type: of queries: a dtype or its name.
+kv_data_type: of the cache; `q_data_type` if None.
+o_data_type: of outputs; `q_data_type` if None. float8_e4m3fn is rounded once, others from results in `q_data_type`.
+data_type: stands in for `q_data_type` and `kv_data_type` where they are None.
+causal (flag): whether a query sees no key after its own position. Ignored with a mask.
+pos_encoding_mode (NONE, ROPE_LLAMA, ALIBI): "NONE", or "ALIBI" with the slopes of the paper (arXiv 2108.12409), where
+    no query sees a later key. The lse is not served with it.
+sm_scale: positive factor on the scores; the head dim to the power of -0.5 if None.
+window_left: visible keys before the query's own; negative for no limit, and with a mask.
+logits_soft_cap: scores become `cap * tanh(scores / cap)`; None or 0 for none.
+q_scale: factor on the scores, a number; None for 1.
+k_scale: factor on an fp8 cache's keys, a number or a float32 tensor.
+v_scale: the same for its values.
+o_scale: None or 1.
+sinks: [num_qo_heads] attention sinks, natural-log logits.
+fixed_split_size: if positive, make results independent of the batch, as `disable_split_kv` does.
+disable_split_kv (flag): make each token's result depend on its sequence alone (`plan(batch_invariant=True)`).
+# where it is
+q: queries, [num_tokens, num_qo_heads, head_dim].
+kv_layout (NHD, HND): "NHD" or "HND": whether tokens or heads come first.
+page_size: tokens per page.
+paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of tensors without the second dimension;
+    heads come before tokens in layout "HND". Without the dimension of tokens, pages have one.
+indptr: [batch_size + 1], where each sequence's pages begin in `indices`.
+indices: [indptr[-1]], pages in order.
+last_page_len, paged_kv_last_page_len: [batch_size], keys in the last page of each sequence.
+global_override_indptr_cpu: `indptr` on the host, read in its place; None to read `indptr`.
+qo_indptr: [batch_size + 1], where each sequence's queries begin in `q`.
+paged_kv_indptr: [batch_size + 1], where each sequence's pages begin in `paged_kv_indices`.
+paged_kv_indices: [paged_kv_indptr[-1]], pages in order.
+kv_indptr: [batch_size + 1], where each sequence's pages begin in `kv_indices`.
+kv_indices: [kv_indptr[-1]], pages in order.
+kv_len_arr: [batch_size], keys of each sequence.
+seq_lens: [batch_size], keys of each sequence; they follow from the lists if None.
+max_token_per_sequence: an upper bound of a sequence's queries; read from `qo_indptr` if None.
+max_sequence_kv: an upper bound of a sequence's keys; read from the lists if None.
+q_len_per_req: queries of each sequence, its last tokens. A wrapper for CUDA graphs has one number.
+is_causal: whether a query sees no later key; by default if there are several.
+out: where to write the output.
+lse: where to write the lse, float32; written whether or not it is returned.
+return_lse (flag): also return the lse, sinks included.
+lse_base (log2, ln): "log2" or "ln".
+lse_layout (NH, HN): "NH" for [num_tokens, num_qo_heads], or "HN" for its transpose.
+# wrappers
+self: the wrapper.
+float_workspace_buffer, workspace_buffer: says on which device the wrapper works; Quire needs no memory from it.
+use_cuda_graph (flag): let `plan` write into the buffers, from which captured graphs read.
+paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer, indptr_buffer, indices_buffer,
+    last_page_len_buffer, qo_indptr_buf, kv_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+    paged_kv_last_page_len_buf: int32, read by captured graphs: with `use_cuda_graph`, `plan` writes into it.
+max_total_num_rows: with `use_cuda_graph`, the most query tokens of any `plan`; those of the first one if None.
+non_blocking (flag): copy lists to the device asynchronously.
+device: on which device the wrapper works.
+# hints
+backend (auto, fa2, fa3, cudnn, cutlass, cutile, trtllm-gen, xqa, cake, sparse, prims-ts, cute-dsl, cute-dsl-prims,
+    cute-dsl-monolithic, cute-dsl-modular): the name of one of FlashInfer's backends; a hint that is ignored.
+use_tensor_cores (flag): ignored; Quire chooses.
+use_fp16_qk_reduction (flag): ignored; sums are float32.
+uniform_q_len: ignored, a hint.
+rope_scale, rope_theta: ignored, as FlashInfer does without a rotary encoding.
+enable_pdl, query_layout, kv_cache_layout, multi_ctas_kv_counter_buffer, skip_all_rows_active_check, q_seq_lens_cpu,
+    kv_seq_lens_cpu, is_var_seq, cute_dsl_impl, bf16q_fp8kv_transform_mode, request_order, request_order_plan,
+    length_aware_schedule: ignored; Quire chooses.
+# what is refused
+jit_args, jit_kwargs, variant_owns_mask (refused): custom kernels are not served
+args (refused): they belong to custom kernels
+kv_cache_sf, use_token_head_sf (refused): Quire reads no fp4, and scales per token are in a PagedKVCache
+o_sf_scale, o_sf_vec_size (refused): outputs are not fp4
+scale_q, scale_k, scale_v (refused): queries are not fp8
+sage_attn_sfs, num_elts_per_sage_attn_blk (refused): queries have no scales
+prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr (refused): several items in one
+    sequence are not served
+seq_lens_q, v_indptr, o_indptr (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
+block_tables (refused): pages are read from indices
+use_profiler, profiler_buffer (refused): Quire has no profiler of its own
+skip_softmax, skip_softmax_threshold_scale_factor (refused): Quire skips no key
+use_fp16_softmax (refused): Quire sums in float32
+uses_spcompress (refused): Quire reads no compressed cache
+window_right (refused): a query sees no key after its own position
+mask (refused): queries of a sequence are causal: masks are read by BatchPrefillWithPagedKVCacheWrapper
+q_cu_seq_lens (refused): the lengths are q_len_per_req
+uses_shared_paged_kv_idx (refused): keys and values are in the same pages
+enable_block_sparse_attention (refused): a page is read by all heads
+sparse_top_k, sparse_mla_top_k, sparse_mla_top_k_lens (refused): lists of keys are not served
+enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global (refused): quire.distributed shards contexts
+variable_window_token_starts, variable_window_token_ends (refused): quire.intervals makes batches of intervals
+kv_scale_format (refused): an fp8 cache has one scale
+scale_mode, ckv_scale_arr (refused): an fp8 cache has one scale, ckv_scale
+bmm1_scale_log2 (refused): say it by bmm1_scale
+output_scale (refused): outputs have no scale
+"""
+)
 
-SCORES: Table = {
-    "pos_encoding_mode": served(
-        '"NONE", or "ALIBI" with the slopes of the paper (arXiv 2108.12409), where no query sees a later key. The lse '
-        "is not served with it."
-    ),
-    "use_fp16_qk_reduction": flag("ignored; sums are float32."),
-    "sm_scale": served("positive factor on the scores; the head dim to the power of -0.5 if None."),
-    "window_left": served("visible keys before the query's own; negative for no limit, and with a mask."),
-    "window_right": refused("a query sees no key after its own position"),
-    "logits_soft_cap": served("scores become `cap * tanh(scores / cap)`; None or 0 for none."),
-    "rope_scale": NO_ROTARY,
-    "rope_theta": NO_ROTARY,
-    "q_scale": served("factor on the scores, a number; None for 1."),
-    "k_scale": served("factor on an fp8 cache's keys, a number or a float32 tensor."),
-    "v_scale": served("the same for its values."),
-    "o_scale": served("None or 1."),
-    "backend": served("the name of one of FlashInfer's backends; a hint that is ignored."),
-    "enable_pdl": CHOICE,
-    "sinks": served("[num_qo_heads] attention sinks, natural-log logits."),
-    "causal": flag("whether a query sees no key after its own position. Ignored with a mask."),
-    "out": served("where to write the output."),
-    "lse": served("where to write the lse, float32; written whether or not it is returned."),
-    "return_lse": flag("also return the lse, sinks included."),
-    "lse_base": served('"log2" or "ln".'),
-    "lse_layout": served('"NH" for [num_tokens, num_qo_heads], or "HN" for its transpose.'),
-    "args": refused("they belong to custom kernels"),
-    "kv_cache_sf": refused(NO_FP4),
-    "skip_softmax_threshold_scale_factor": refused("Quire skips no key"),
-    "use_fp16_softmax": refused("Quire sums in float32"),
-    "uses_spcompress": refused("Quire reads no compressed cache"),
-    "kv_layout": served('"NHD" or "HND": whether tokens or heads come first.'),
-    "q": served("queries, [num_tokens, num_qo_heads, head_dim]."),
-}
+PREFILL = Table(
+    """
+custom_mask_buf: uint8, with `use_cuda_graph`: says that `plan` may be given a mask. Quire needs no memory from it.
+    Graphs read the masks from a tensor of the wrapper, which the first `plan` allocates.
+mask_indptr_buf: [batch_size + 1], given with `custom_mask_buf`; Quire needs no memory from it either.
+custom_mask: [sum of qo_len * kv_len] bool, one sequence after the other: which keys each query sees. It is a draft
+    tree (at most 64 queries of a sequence, its last tokens, which see all keys before them), or shows each query one
+    interval of keys. It is read back. There may be more entries.
+packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.segment_packbits` returns it; `custom_mask`
+    is then ignored.
+block_tables (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
+""",
+    COMMON,
+)
 
-WRAPPER: Table = SCORES | {
-    "float_workspace_buffer": served("says on which device the wrapper works; Quire needs no memory from it."),
-    "workspace_buffer": served("says on which device the wrapper works; Quire needs no memory from it."),
-    "use_cuda_graph": flag("let `plan` write into the buffers, from which captured graphs read."),
-    "use_tensor_cores": flag("ignored; Quire chooses."),
-    "custom_mask_buf": served(
-        "uint8, with `use_cuda_graph`: says that `plan` may be given a mask. Quire needs no memory from it. Graphs "
-        "read the masks from a tensor of the wrapper, which the first `plan` allocates."
-    ),
-    "mask_indptr_buf": served("[batch_size + 1], given with `custom_mask_buf`; Quire needs no memory from it either."),
-    "max_total_num_rows": served(
-        "with `use_cuda_graph`, the most query tokens of any `plan`; those of the first one if None."
-    ),
-    "jit_args": refused(KERNELS),
-    "jit_kwargs": refused(KERNELS),
-    "variant_owns_mask": refused(KERNELS),
-    "num_qo_heads": served("query heads."),
-    "num_kv_heads": served("KV heads."),
-    "head_dim": served("width of queries, keys and values."),
-    "head_dim_qk": served("width of queries and keys."),
-    "head_dim_vo": served("width of values and outputs; `head_dim_qk` if None."),
-    "page_size": served("tokens per page."),
-    "q_data_type": served("of queries: a dtype or its name."),
-    "kv_data_type": served("of the cache; `q_data_type` if None."),
-    "o_data_type": served(
-        "of outputs; `q_data_type` if None. float8_e4m3fn is rounded once, others from results in `q_data_type`."
-    ),
-    "data_type": served("stands in for `q_data_type` and `kv_data_type` where they are None."),
-    "non_blocking": flag("copy lists to the device asynchronously."),
-    "seq_lens": served("[batch_size], keys of each sequence; they follow from the lists if None."),
-    "seq_lens_q": refused(LENGTHS),
-    "block_tables": refused("pages are read from indices"),
-    "fixed_split_size": served("if positive, make results independent of the batch, as `disable_split_kv` does."),
-    "disable_split_kv": flag("make each token's result depend on its sequence alone (`plan(batch_invariant=True)`)."),
-    "use_token_head_sf": refused(NO_FP4),
-    "use_profiler": refused("Quire has no profiler of its own"),
-    "profiler_buffer": refused("Quire has no profiler of its own"),
-}
+BATCH = Table(
+    """
+kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of tensors without the second dimension; heads
+    come before tokens in layout "HND". Without the dimension of tokens, pages have one.
+logits_soft_cap: scores become `cap * tanh(scores / cap)`; of `run`, 0 or what was planned.
+args: the sinks, [num_qo_heads], and `sm_scale`, as FlashInfer's kernel takes them.
+""",
+    PREFILL,
+)
 
-DECODE: Table = WRAPPER | {
-    "paged_kv_indptr_buffer": BUFFER,
-    "paged_kv_indices_buffer": BUFFER,
-    "paged_kv_last_page_len_buffer": BUFFER,
-    "indptr_buffer": BUFFER,
-    "indices_buffer": BUFFER,
-    "last_page_len_buffer": BUFFER,
-    "indptr": served("[batch_size + 1], where each sequence's pages begin in `indices`."),
-    "indices": served("[indptr[-1]], pages in order."),
-    "last_page_len": served("[batch_size], keys in the last page of each sequence."),
-    "q_len_per_req": served("queries of each sequence, its last tokens. A wrapper for CUDA graphs has one number."),
-    "is_causal": served("whether a query sees no later key; by default if there are several."),
-    "global_override_indptr_cpu": served("`indptr` on the host, read in its place; None to read `indptr`."),
-    "paged_kv_cache": served(
-        "[num_pages, 2, page_size, num_kv_heads, head_dim], or a pair of tensors without the second dimension; heads "
-        'come before tokens in layout "HND". Without the dimension of tokens, pages have one.'
-    ),
-}
+RAGGED = Table(
+    """
+custom_mask_buf, mask_indptr_buf, custom_mask, packed_custom_mask (refused): BatchPrefillWithPagedKVCacheWrapper serves
+    masks
+kv_indptr: [batch_size + 1], where each sequence's keys begin in `k`.
+seq_lens (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
+qo_indptr_cpu: `qo_indptr` on the host, from which lengths are read; None to read `qo_indptr`.
+kv_indptr_cpu: the same of `kv_indptr`.
+k: keys, [kv_indptr[-1], num_kv_heads, head_dim_qk]; heads come first in layout "HND".
+v: values, [kv_indptr[-1], num_kv_heads, head_dim_vo], likewise.
+""",
+    COMMON,
+)
 
-PREFILL: Table = WRAPPER | {
-    "qo_indptr_buf": BUFFER,
-    "paged_kv_indptr_buf": BUFFER,
-    "paged_kv_indices_buf": BUFFER,
-    "paged_kv_last_page_len_buf": BUFFER,
-    "qo_indptr": served("[batch_size + 1], where each sequence's queries begin in `q`."),
-    "paged_kv_indptr": served("[batch_size + 1], where each sequence's pages begin in `paged_kv_indices`."),
-    "paged_kv_indices": served("[paged_kv_indptr[-1]], pages in order."),
-    "paged_kv_last_page_len": served("[batch_size], keys in the last page of each sequence."),
-    "custom_mask": served(
-        "[sum of qo_len * kv_len] bool, one sequence after the other: which keys each query sees. It is a draft tree "
-        "(at most 64 queries of a sequence, its last tokens, which see all keys before them), or shows each query one "
-        "interval of keys. It is read back. There may be more entries."
-    ),
-    "packed_custom_mask": served(
-        "the same in bits of uint8, as `flashinfer.quantization.segment_packbits` returns it; `custom_mask` is then "
-        "ignored."
-    ),
-    "prefix_len_ptr": refused(ITEMS),
-    "token_pos_in_items_ptr": refused(ITEMS),
-    "token_pos_in_items_len": refused(ITEMS),
-    "max_item_len_ptr": refused(ITEMS),
-    "block_tables": refused(LENGTHS),
-    "max_token_per_sequence": served("an upper bound of a sequence's queries; read from `qo_indptr` if None."),
-    "max_sequence_kv": served("an upper bound of a sequence's keys; read from the lists if None."),
-    "uniform_q_len": served("ignored, a hint."),
-    "paged_kv_cache": DECODE["paged_kv_cache"],
-}
+CASCADE = Table(
+    """
+num_levels: how many levels there are.
+qo_indptr_buf_arr: of each level [batch_size + 1] int32, read by captured graphs.
+paged_kv_indptr_buf_arr: of each level [batch_size + 1] int32.
+paged_kv_indices_buf_arr: of each level [max_num_indices] int32.
+paged_kv_last_page_len_buf_arr: of each level [batch_size] int32.
+qo_indptr_arr: of each level [batch_size + 1], where the queries of each of its sequences begin.
+paged_kv_indptr_arr: of each level, where each sequence's pages begin.
+paged_kv_indices_arr: of each level, pages in order.
+paged_kv_last_page_len: of each level [batch_size], keys in the last page of each sequence.
+causal (flag): whether queries see no later key, at the last level.
+window_left: as FlashInfer has it: at each level, counted from the end of that level's keys.
+""",
+    COMMON,
+)
 
-RAGGED: Table = PREFILL | {
-    "kv_indptr_buf": BUFFER,
-    "custom_mask_buf": refused("BatchPrefillWithPagedKVCacheWrapper serves masks"),
-    "mask_indptr_buf": refused("BatchPrefillWithPagedKVCacheWrapper serves masks"),
-    "custom_mask": refused("BatchPrefillWithPagedKVCacheWrapper serves masks"),
-    "packed_custom_mask": refused("BatchPrefillWithPagedKVCacheWrapper serves masks"),
-    "kv_indptr": served("[batch_size + 1], where each sequence's keys begin in `k`."),
-    "seq_lens": refused(LENGTHS),
-    "v_indptr": refused(LENGTHS),
-    "o_indptr": refused(LENGTHS),
-    "qo_indptr_cpu": served("`qo_indptr` on the host, from which lengths are read; None to read `qo_indptr`."),
-    "kv_indptr_cpu": served("the same of `kv_indptr`."),
-    "k": served('keys, [kv_indptr[-1], num_kv_heads, head_dim_qk]; heads come first in layout "HND".'),
-    "v": served("values, [kv_indptr[-1], num_kv_heads, head_dim_vo], likewise."),
-}
+STATES = Table(
+    """
+v_a: the output over the first keys, [seq_len, num_heads, head_dim].
+s_a: its lse in base 2, [seq_len, num_heads]; -inf where a row saw no key.
+v_b, v_other: the output over the other keys.
+s_b, s_other: its lse in base 2.
+v: the output to update, [seq_len, num_heads, head_dim].
+s: its lse in base 2, [seq_len, num_heads], to update.
+mask: [seq_len] bool, the rows to merge; all if None.
+"""
+)
 
-CASCADE: Table = WRAPPER | {
-    "num_levels": served("how many levels there are."),
-    "qo_indptr_buf_arr": served("of each level [batch_size + 1] int32, read by captured graphs."),
-    "paged_kv_indptr_buf_arr": served("of each level [batch_size + 1] int32."),
-    "paged_kv_indices_buf_arr": served("of each level [max_num_indices] int32."),
-    "paged_kv_last_page_len_buf_arr": served("of each level [batch_size] int32."),
-    "qo_indptr_arr": served("of each level [batch_size + 1], where the queries of each of its sequences begin."),
-    "paged_kv_indptr_arr": served("of each level, where each sequence's pages begin."),
-    "paged_kv_indices_arr": served("of each level, pages in order."),
-    "paged_kv_last_page_len": served("of each level [batch_size], keys in the last page of each sequence."),
-    "causal": flag("whether queries see no later key, at the last level."),
-    "window_left": served("as FlashInfer has it: at each level, counted from the end of that level's keys."),
-    "paged_kv_cache": DECODE["paged_kv_cache"],
-}
+SEVERAL_STATES = Table(
+    """
+v: the outputs, [seq_len, num_states, num_heads, head_dim].
+s: their lse in base 2, [seq_len, num_states, num_heads].
+"""
+)
 
-SINGLE: Table = WRAPPER | {
-    "q": served("[num_qo_heads, head_dim], or [qo_len, num_qo_heads, head_dim] of the last tokens."),
-    "k": served('[kv_len, num_kv_heads, head_dim]; in layout "HND" heads come first.'),
-    "v": served("[kv_len, num_kv_heads, head_dim_vo], likewise."),
-    "scale_q": refused("queries are not fp8"),
-    "scale_k": refused("queries are not fp8"),
-    "scale_v": refused("queries are not fp8"),
-    "o_dtype": served("of the output; q's if None."),
-    "custom_mask": served("[qo_len, kv_len] bool, or flat: as in `BatchPrefillWithPagedKVCacheWrapper.plan`."),
-    "packed_custom_mask": served(
-        'the same in bits of uint8, as `flashinfer.quantization.packbits` returns it with bitorder="little".'
-    ),
-}
+APPEND = Table(
+    """
+append_key: new keys, [nnz, num_kv_heads, head_dim], of the cache's dtype; floats are rounded to an fp8 cache.
+append_value: new values, likewise.
+append_ckv: new latents, [nnz, head_dim_ckv], of the cache's dtype; floats are rounded to an fp8 cache.
+append_kpe: their rotary columns, rotated, [nnz, head_dim_kpe].
+batch_indices: [nnz], the sequence of each, from `get_batch_indices_positions`.
+positions: [nnz], the position of each in its sequence.
+paged_kv_cache: a tensor [num_pages, 2, page_size, num_kv_heads, head_dim] or a pair (k, v), changed in place.
+ckv_cache: [num_pages, page_size, head_dim_ckv], changed in place; None to leave latents out.
+kpe_cache: [num_pages, page_size, head_dim_kpe], changed in place; None to leave columns out.
+kv_indptr: [batch_size + 1], where each sequence's pages begin.
+kv_indices: [kv_indptr[-1]], pages in order, new tokens included.
+kv_last_page_len: [batch_size], keys in the last page of each sequence; positions say the same.
+""",
+    COMMON,
+)
 
-MLA: Table = WRAPPER | {
-    "qo_indptr": served("[batch_size + 1], where each sequence's queries begin; of the constructor, a buffer."),
-    "kv_indptr": served("[batch_size + 1], where each sequence's pages begin in `kv_indices`; likewise."),
-    "kv_indices": served("[kv_indptr[-1]], pages in order; likewise."),
-    "kv_len_arr": served("[batch_size], keys of each sequence; likewise."),
-    "num_heads": served("query heads."),
-    "head_dim_ckv": served("columns of a latent, which are the value too."),
-    "head_dim_kpe": served("rotary columns."),
-    "causal": served("whether a query sees no key after its own position."),
-    "sm_scale": served("positive factor on the scores."),
-    "metadata": refused("pass qo_indptr, kv_indptr, kv_indices and kv_len_arr"),
-    "cum_seq_lens_q": refused("pass qo_indptr"),
-    "block_tables": refused("pass kv_indptr and kv_indices"),
-    "seq_lens": refused("pass kv_len_arr"),
-    "max_q_len": served("an upper bound of a sequence's queries; read from `qo_indptr` if None."),
-    "query_layout": CHOICE,
-    "kv_cache_layout": CHOICE,
-    "lse_mode": served("ignored; `run` says what it returns."),
-    "output_dtype": served("of outputs; `q_data_type` if None."),
-    "output_scale": refused("outputs have no scale"),
-    "scale_mode": refused("an fp8 cache has one scale, ckv_scale"),
-    "skip_softmax": refused("Quire skips no key"),
-    "use_sinks": flag("ignored; `run` takes them or not."),
-    "q_nope": served("queries of the latents, [num_tokens, num_heads, head_dim_ckv]."),
-    "q_pe": served("their rotary columns, rotated, [num_tokens, num_heads, head_dim_kpe]."),
-    "ckv_cache": served("[num_pages, page_size, head_dim_ckv]: with `kpe_cache`, neighbouring columns of one tensor."),
-    "kpe_cache": served("[num_pages, page_size, head_dim_kpe], the columns after those of `ckv_cache`."),
-    "query": served("in place of both: a pair, or a tensor [num_tokens, num_heads, head_dim_ckv + head_dim_kpe]."),
-    "kv_cache": served("in place of both: a pair, or a tensor [num_pages, page_size, head_dim_ckv + head_dim_kpe]."),
-    "kv_len": refused("plan says the lengths"),
-    "page_table": refused("plan says the pages"),
-    "return_lse_base_on_e": flag("the lse is a natural logarithm."),
-    "ckv_scale": served("factor on an fp8 cache's numbers; None for 1."),
-    "ckv_scale_arr": refused("an fp8 cache has one scale, ckv_scale"),
-    "kpe_scale": served("None or `ckv_scale`."),
-    "bmm1_scale": refused("say it by sm_scale"),
-    "bmm2_scale": refused("scale the output where it is needed"),
-}
+LENS = Table(
+    """
+kv_indptr: [batch_size + 1], where each sequence's pages begin.
+kv_last_page_len: [batch_size], keys in the last page of each sequence; 0 where it has no page.
+append_indptr: [batch_size + 1], where each sequence's new tokens begin.
+seq_lens: [batch_size], keys of each sequence, new ones included.
+nnz: how many tokens the results have; those past `append_indptr[-1]` are padding.
+batch_indices: [nnz] int32, where to write the sequences; allocated if None.
+positions: [nnz] int32, where to write the positions; allocated if None.
+""",
+    COMMON,
+)
 
-BLOCKS: Table = SCORES | {
-    "query": served("[num_tokens, num_qo_heads, head_dim]; of latents, [batch_size, q_len, num_heads, width]."),
-    "key": served("[num_keys, num_kv_heads, head_dim], one sequence after the other."),
-    "value": served("[num_keys, num_kv_heads, head_dim_vo], likewise."),
-    "kv_cache": served(
-        "[num_pages, 2, num_kv_heads, page_size, head_dim], or a pair of tensors without the second dimension; tokens "
-        'come before heads in layout "NHD". Of latents, [num_pages, page_size, width] or [num_pages, 1, page_size, '
-        "width]."
-    ),
-    "workspace_buffer": served("ignored; Quire needs no memory from it."),
-    "block_tables": served("[batch_size, max_pages] int32, pages of each sequence in order."),
-    "seq_lens": served("[batch_size] int32, keys of each sequence."),
-    "max_seq_len": served("an upper bound of `seq_lens`."),
-    "max_kv_len": served("an upper bound of `seq_lens`."),
-    "max_q_len": served("an upper bound of a sequence's queries."),
-    "batch_size": served("how many sequences there are."),
-    "bmm1_scale": served("factor on the scores, a number: of q, k and the softmax together."),
-    "bmm2_scale": served("factor on the output: 1, but for an fp8 cache or output. A number."),
-    "out_dtype": served("of the output; that of `out`, or else of `query`, if None."),
-    "o_sf_scale": refused("outputs are not fp4"),
-    "o_sf_vec_size": refused("outputs are not fp4"),
-    "o_scale": refused("bmm2_scale scales e4m3 outputs"),
-    "q_len_per_req": served("queries of each sequence, where `cum_seq_lens_q` is None."),
-    "cum_seq_lens_q": served("[batch_size + 1] int32, where each sequence's queries begin; with `max_q_len`."),
-    "q_cu_seq_lens": refused("the lengths are q_len_per_req"),
-    "cum_seq_lens_kv": served(
-        "[batch_size + 1] int32, where each sequence's keys begin; ignored where keys are paged."
-    ),
-    "is_causal": flag("whether a query sees no key after its own position."),
-    "mask": refused("queries of a sequence are causal: masks are read by BatchPrefillWithPagedKVCacheWrapper"),
-    "attention_sinks": SCORES["sinks"],
-    "sinks": served("[num_qo_heads] attention sinks, natural-log logits; or a list of one such tensor."),
-    "uses_shared_paged_kv_idx": refused("keys and values are in the same pages"),
-    "bmm1_scale_log2": refused("say it by bmm1_scale"),
-    "multi_ctas_kv_counter_buffer": CHOICE,
-    "skip_all_rows_active_check": CHOICE,
-    "q_seq_lens_cpu": CHOICE,
-    "kv_seq_lens_cpu": CHOICE,
-    "is_var_seq": CHOICE,
-    "cute_dsl_impl": CHOICE,
-    "kv_scale_format": refused("an fp8 cache has one scale"),
-    "enable_block_sparse_attention": refused("a page is read by all heads"),
-    "sparse_top_k": refused("lists of keys are not served"),
-    "sparse_mla_top_k": refused("lists of keys are not served"),
-    "sparse_mla_top_k_lens": refused("lists of keys are not served"),
-    "enable_dcp": refused("quire.distributed shards contexts"),
-    "cp_world": refused("quire.distributed shards contexts"),
-    "cp_rank": refused("quire.distributed shards contexts"),
-    "causal_seqlens_kv_global": refused("quire.distributed shards contexts"),
-    "bf16q_fp8kv_transform_mode": CHOICE,
-    "request_order": CHOICE,
-    "request_order_plan": CHOICE,
-    "length_aware_schedule": CHOICE,
-    "sage_attn_sfs": refused("queries have no scales"),
-    "num_elts_per_sage_attn_blk": refused("queries have no scales"),
-    "window_right": refused("a query sees no key after its own position"),
-    "variable_window_token_starts": refused("quire.intervals makes batches of intervals"),
-    "variable_window_token_ends": refused("quire.intervals makes batches of intervals"),
-    "qk_nope_head_dim": served("ignored; it went into `bmm1_scale`."),
-    "kv_lora_rank": served("columns of a latent, which are the value too."),
-    "qk_rope_head_dim": served("rotary columns after them."),
-    "lse": served("where to write the lse, [num_tokens, num_qo_heads] float32; written whether or not it is returned."),
-    "return_lse_base": served('"basee" for natural logarithms, "base2" or None for base 2.'),
-}
+SINGLE = Table(
+    """
+q: [num_qo_heads, head_dim], or [qo_len, num_qo_heads, head_dim] of the last tokens.
+k: [kv_len, num_kv_heads, head_dim]; in layout "HND" heads come first.
+v: [kv_len, num_kv_heads, head_dim_vo], likewise.
+o_dtype: of the output; q's if None.
+custom_mask: [qo_len, kv_len] bool, or flat: as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.packbits` returns it with bitorder="little".
+""",
+    COMMON,
+)
 
-BATCH: Table = PREFILL | {
-    "device": served("on which device the wrapper works."),
-    "kv_indptr": served("[batch_size + 1], where each sequence's pages begin in `kv_indices`."),
-    "kv_indices": served("[kv_indptr[-1]], pages in order."),
-    "kv_len_arr": served("[batch_size], keys of each sequence."),
-    "kv_cache": PREFILL["paged_kv_cache"],
-    "logits_soft_cap": served("scores become `cap * tanh(scores / cap)`; of `run`, 0 or what was planned."),
-    "args": served("the sinks, [num_qo_heads], and `sm_scale`, as FlashInfer's kernel takes them."),
-}
+MLA = Table(
+    """
+qo_indptr: [batch_size + 1], where each sequence's queries begin; of the constructor, a buffer.
+kv_indptr: [batch_size + 1], where each sequence's pages begin in `kv_indices`; likewise.
+kv_indices: [kv_indptr[-1]], pages in order; likewise.
+kv_len_arr: [batch_size], keys of each sequence; likewise.
+num_heads: query heads.
+head_dim_ckv: columns of a latent, which are the value too.
+head_dim_kpe: rotary columns.
+causal: whether a query sees no key after its own position.
+sm_scale: positive factor on the scores.
+metadata (refused): pass qo_indptr, kv_indptr, kv_indices and kv_len_arr
+cum_seq_lens_q (refused): pass qo_indptr
+block_tables (refused): pass kv_indptr and kv_indices
+seq_lens (refused): pass kv_len_arr
+max_q_len: an upper bound of a sequence's queries; read from `qo_indptr` if None.
+lse_mode: ignored; `run` says what it returns.
+output_dtype: of outputs; `q_data_type` if None.
+use_sinks (flag): ignored; `run` takes them or not.
+q_nope: queries of the latents, [num_tokens, num_heads, head_dim_ckv].
+q_pe: their rotary columns, rotated, [num_tokens, num_heads, head_dim_kpe].
+ckv_cache: [num_pages, page_size, head_dim_ckv]: with `kpe_cache`, neighbouring columns of one tensor.
+kpe_cache: [num_pages, page_size, head_dim_kpe], the columns after those of `ckv_cache`.
+query: in place of both: a pair, or a tensor [num_tokens, num_heads, head_dim_ckv + head_dim_kpe].
+kv_cache: in place of both: a pair, or a tensor [num_pages, page_size, head_dim_ckv + head_dim_kpe].
+kv_len (refused): plan says the lengths
+page_table (refused): plan says the pages
+return_lse_base_on_e (flag): the lse is a natural logarithm.
+ckv_scale: factor on an fp8 cache's numbers; None for 1.
+kpe_scale: None or `ckv_scale`.
+bmm1_scale (refused): say it by sm_scale
+bmm2_scale (refused): scale the output where it is needed
+""",
+    COMMON,
+)
+
+BLOCKS = Table(
+    """
+query: [num_tokens, num_qo_heads, head_dim]; of latents, [batch_size, q_len, num_heads, width].
+key: [num_keys, num_kv_heads, head_dim], one sequence after the other.
+value: [num_keys, num_kv_heads, head_dim_vo], likewise.
+kv_cache: [num_pages, 2, num_kv_heads, page_size, head_dim], or a pair of tensors without the second dimension; tokens
+    come before heads in layout "NHD". Of latents, [num_pages, page_size, width] or [num_pages, 1, page_size, width].
+workspace_buffer: ignored; Quire needs no memory from it.
+block_tables: [batch_size, max_pages] int32, pages of each sequence in order.
+seq_lens: [batch_size] int32, keys of each sequence.
+max_seq_len, max_kv_len: an upper bound of `seq_lens`.
+max_q_len: an upper bound of a sequence's queries.
+batch_size: how many sequences there are.
+bmm1_scale: factor on the scores, a number: of q, k and the softmax together.
+bmm2_scale: factor on the output: 1, but for an fp8 cache or output. A number.
+out_dtype: of the output; that of `out`, or else of `query`, if None.
+o_scale (refused): bmm2_scale scales e4m3 outputs
+q_len_per_req: queries of each sequence, where `cum_seq_lens_q` is None.
+cum_seq_lens_q: [batch_size + 1] int32, where each sequence's queries begin; with `max_q_len`.
+cum_seq_lens_kv: [batch_size + 1] int32, where each sequence's keys begin; ignored where keys are paged.
+is_causal (flag): whether a query sees no key after its own position.
+attention_sinks: [num_qo_heads] attention sinks, natural-log logits.
+sinks: [num_qo_heads] attention sinks, natural-log logits; or a list of one such tensor.
+qk_nope_head_dim: ignored; it went into `bmm1_scale`.
+kv_lora_rank: columns of a latent, which are the value too.
+qk_rope_head_dim: rotary columns after them.
+lse: where to write the lse, [num_tokens, num_qo_heads] float32; written whether or not it is returned.
+return_lse_base: "basee" for natural logarithms, "base2" or None for base 2.
+""",
+    COMMON,
+)
+
+PACKED = Table("o_sf_scale: ignored; Quire needs no memory from it.", BLOCKS)

@@ -15,9 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.hopper.launch import CUT_OVERHEAD
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
-OVERHEAD = gl.constexpr(192)  # keys that a row block could see in the time that a work tile takes for other things
+OVERHEAD = gl.constexpr(CUT_OVERHEAD)
 SHIFT_BITS = gl.constexpr(3)  # of a word of a sequence, which say how many splits its row blocks have
 
 

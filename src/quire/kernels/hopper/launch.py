@@ -26,7 +26,7 @@ MOST_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of oth
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
-CUT_OVERHEAD = 192  # keys that a row block could see while a work tile does other things, as in `cuts.py`
+CUT_OVERHEAD = 192  # keys that a row block could see in the time that a work tile takes for other things
 ROUNDS_OF_SPLITS = 4  # of programs with two consumer warpgroups, for whose states there is room; fewer of wide values
 # Rows of a box in tiles of 96 keys. Of eight, there are twelve, whose pages find no room in the producer's uniform
 # registers: 485 us instead of 349 (NVIDIA H200, 2026-11-26).

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.tma import matrices_of_cache, matrix_of_queries
 from quire.kernels.launch import Runner, constexprs_of
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
 from quire.kernels.views import Matrix
 
@@ -36,7 +36,7 @@ class HopperRunner:
 
     def __init__(self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
-        self.launches = LaunchCache()
+        self.attend, self.combine = Kernel(hopper_kernel), Kernel(combine_kernel)
         self.known: Hashable = None  # of the last call, with what follows from it
         self.grid, self.matrices, self.boxes = (0, 1, 1), None, (0, 0)
         spec = launch.request.spec
@@ -88,70 +88,52 @@ class HopperRunner:
         if self.split_out is not None:
             into, into_scale, into_lse = self.split_out, None, self.split_lse
         tensors = into, into_scale, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
-        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
-        key = None
-        if into.data_ptr() % 16 == 0:
-            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-            lse_stride = None if into_lse is None else into_lse.stride(0)
-            key = "hopper", cache.kind, q.stride(), into.stride(), into.dtype, lse_stride, dtypes
-        by_tma = ((k_at, v_at, q_at), (*matrices[1:], matrices[0]))
-        if not kv_box:  # keys and values are gathered: their addresses are arguments
-            tensors, addresses = (*tensors, cache.k, cache.v), (*addresses, k_at, v_at)
-            by_tma = (q_at,), matrices[:1]
+        loaded, pages = ((q_at, matrices[0]),), ((k_at, matrices[1]), (v_at, matrices[2]))
+        if kv_box:
+            loaded = *pages, *loaded
+        else:  # keys and values are gathered: their addresses are arguments
+            tensors = *tensors, cache.k, cache.v
         if second_box:
-            by_tma = (*by_tma[0], k_at, v_at), (*by_tma[1], *matrices[1:])
-        if key is None or not self.launches.relaunch(key, grid, addresses, zip(*by_tma, strict=True)):
-            spec = self.decided.request.spec
-            descriptors, boxes = (describe(q, matrices[0], LEAST_ROWS, spec.head_dim),), (self.query_box,)
-            if kv_box:
-                descriptors = (
-                    describe(cache.k, matrices[1], kv_box, spec.head_dim),
-                    describe(cache.v, matrices[2], kv_box, spec.head_dim_v),
-                    *descriptors,
-                )
-                boxes = None, None, *boxes
-            fixed, meta = self.arguments(cache, into, into_lse)
-            if second_box:
-                descriptors = (
-                    *descriptors,
-                    describe(cache.k, matrices[1], second_box, spec.head_dim),
-                    describe(cache.v, matrices[2], second_box, spec.head_dim_v),
-                )
-                boxes = *boxes, None, None
-            else:
-                fixed = None, None, *fixed
-            tiles = self.decided.config_of(cache)
-            meta |= {"KV_BOX": kv_box, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages}
-            self.launches.launch(key, hopper_kernel, grid, tensors, fixed, meta, descriptors, boxes)
+            loaded = *loaded, *pages
+        facts = cache.kind, q.stride()
+        self.attend(grid, tensors, facts, partial(self.arguments, q, cache, matrices), loaded)
         if self.split_out is not None:
-            self.combine(out, lse, out_scale)
+            tensors = self.split_out, self.split_lse, out, out_scale, lse
+            self.combine((out.shape[0], out.shape[1], 1), tensors, None, self.combine_arguments)
         if self.decode is not None:
             self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale)
 
-    def combine(self, out: torch.Tensor, lse: torch.Tensor | None, out_scale: torch.Tensor | None) -> None:
-        """Combine the states of all splits."""
-        assert self.split_out is not None and self.split_lse is not None
-        grid, lse_at = (out.shape[0], out.shape[1], 1), None if lse is None else lse.data_ptr()
-        key = None
-        if out.data_ptr() % 16 == 0:
-            key = "combine", out.stride(), out.dtype, None if lse is None else lse.stride(0)
-            scale_at = None if out_scale is None else out_scale.data_ptr()
-            addresses = self.split_out.data_ptr(), self.split_lse.data_ptr(), out.data_ptr(), scale_at, lse_at
-            if self.launches.relaunch(key, grid, addresses):
-                return
-        states = self.split_out.permute(2, 0, 1, 3), self.split_lse.permute(2, 0, 1)
+    def combine_arguments(
+        self, split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor, out_scale: Any, lse: Any
+    ) -> Arguments:
+        """Return the arguments of the kernel that combines the states of all splits."""
+        states = split_out.permute(2, 0, 1, 3), split_lse.permute(2, 0, 1)
         fixed, meta = combine_arguments(*states, out.stride(), lse)
-        fixed = self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed
         # Where lengths differ, many splits have no keys.
         meta |= {"PDL": True, "FEW": self.decided.request.is_ragged, "launch_pdl": True}
-        tensors = self.split_out, self.split_lse, out, out_scale, lse
-        self.launches.launch(key, combine_kernel, grid, tensors, fixed, meta)
+        tensors = split_out, split_lse, out, out_scale, lse
+        return Arguments(tensors, (self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed), meta)
 
     def arguments(
-        self, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the kernel's arguments after the descriptors, and those by name."""
+        self, q: torch.Tensor, cache: PagedKVCache, matrices: tuple[Matrix, Matrix, Matrix], *tensors: Any
+    ) -> Arguments:
+        """Return the arguments of the kernel that attends, of which `tensors` are the first."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
+        out, _, lse, *_ = tensors
+        kv_box, second_box = self.boxes
+
+        def of_pages(box: int) -> tuple[TensorDescriptor, ...]:
+            if not box:
+                return ()
+            k, v = (
+                describe(cache.k, matrices[1], box, spec.head_dim),
+                describe(cache.v, matrices[2], box, spec.head_dim_v),
+            )
+            return k, v
+
+        first, second = of_pages(kv_box), of_pages(second_box)
+        descriptors = *first, describe(q, matrices[0], LEAST_ROWS, spec.head_dim), *second
+        boxes = *(None for _ in first), self.query_box, *(None for _ in second)
         kv = views.kv_layout(cache, batch, cache.dtype, share_offsets=False)
         stride_lse = 0 if lse is None else lse.stride(0)
         strides = batch.page_table.stride(0), out.stride(0), out.stride(1), stride_lse
@@ -165,13 +147,17 @@ class HopperRunner:
             decided.last_part,
             decided.section,
         )
-        unit = views.stride_unit(*out.stride()[:2])
+        tiles, unit = decided.config_of(cache), views.stride_unit(*out.stride()[:2])
         meta = constexprs_of(decided) | {
-            "PAGE_SIZE": cache.page_size, "STRIDE_UNIT": unit, "num_warps": 4, "launch_pdl": True
+            "PAGE_SIZE": cache.page_size, "STRIDE_UNIT": unit, "num_warps": 4, "launch_pdl": True,
+            "KV_BOX": kv_box, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         }  # fmt: skip
         if decided.config.num_warpgroups == 1:
             meta["maxnreg"] = 128  # so that two programs fit an SM
-        return (kv, batch.cu_seqlens_q, self.tile_counter, self.partials, self.arrivals, *numbers, *strides), meta
+        absent = () if second else (None, None)
+        scratch = self.tile_counter, self.partials, self.arrivals
+        fixed = *absent, kv, batch.cu_seqlens_q, *scratch, *numbers, *strides
+        return Arguments(tensors, fixed, meta, descriptors, boxes)
 
 
 def matrices_of(q: torch.Tensor, cache: PagedKVCache) -> tuple[Matrix, Matrix, Matrix] | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from quire.kernels.portable import KernelRunner
 from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
+
+if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
+    from quire.kernels.launcher import Arguments
 
 MAX_ROW_BLOCKS = 16  # of a band
 BANDS_PER_PROGRAM = 4  # partitions per place on the device, where sequences have several bands
@@ -150,40 +153,27 @@ class MLARunner(KernelRunner):
         out_scale: torch.Tensor | None = None,
     ) -> None:
         q_nope, q_pe = q
-        grid = (self.decided.num_programs(q_nope.shape[0]), 1, 1)
-        if grid[0] == 0:
+        if q_nope.shape[0] != self.num_tokens:
+            self.set_grid(q_nope.shape[0])
+        if self.grid[0] == 0:
             return
-        q_at, pe_at, out_at = q_nope.data_ptr(), None if q_pe is None else q_pe.data_ptr(), out.data_ptr()
-        lse_at = None if lse is None else lse.data_ptr()
-        out_scale_at = None if out_scale is None else out_scale.data_ptr()
-        sinks_at = None if sinks is None else sinks.data_ptr()
-        slopes_at = None if alibi_slopes is None else alibi_slopes.data_ptr()
-        latents_at = latent_addresses(cache)
-        key = None
-        if (q_at | (pe_at or 0) | out_at | latents_at[0]) % 16 == 0:
-            dtypes = None if sinks is None else sinks.dtype, None if alibi_slopes is None else alibi_slopes.dtype
-            strides = q_nope.stride(), None if q_pe is None else q_pe.stride(), out.stride()
-            key = cache.kind, strides, out.dtype, None if lse is None else lse.stride(0), dtypes
-            tensors = q_at, pe_at, out_at, out_scale_at, lse_at, sinks_at, slopes_at, latents_at
-            if self.launches.relaunch(key, grid, tensors):
-                return
-        tensors, fixed, meta = self.arguments(q, cache, out, lse, sinks, alibi_slopes, out_scale)
-        self.launches.launch(key, self.kernel, grid, tensors, fixed, meta)
+        self.kernel(self.grid, (q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache), None, self.arguments)
 
     def arguments(
         self,
-        q: Any,
-        cache: PagedKVCache,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor | None,
         out: torch.Tensor,
+        out_scale: torch.Tensor | None,
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
-        out_scale: torch.Tensor | None = None,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """Return the kernel's arguments: the tensors of a layer, those that the plan fixes, and those by name."""
+        cache: PagedKVCache,
+    ) -> "Arguments":
+        """Return the kernel's arguments."""
         from quire.kernels import mods, views
+        from quire.kernels.launcher import Arguments
 
-        q_nope, q_pe = q
         decided, batch = self.decided, self.batch
         assert isinstance(decided, MLALaunch)
         config, device, dtype = decided.config, decided.request.device, q_nope.dtype
@@ -215,17 +205,7 @@ class MLARunner(KernelRunner):
         )
         out = views.output_tensor(out, device.native_fp8)
         tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents
-        return tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta
-
-
-def latent_addresses(cache: PagedKVCache) -> tuple[int, int | None, int | None]:
-    """Return the addresses of `views.LatentTensors`."""
-    at = cache.k.data_ptr()
-    if cache.scale_kind == "record":
-        values, scales, rope = cache.records
-        return values.data_ptr(), rope.data_ptr(), scales.data_ptr()
-    rope_at = at + cache.head_dim_v * cache.dtype.itemsize if cache.head_dim_v < cache.head_dim else None
-    return at, rope_at, None if cache.k_scale is None else cache.k_scale.data_ptr()
+        return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 
 def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:

@@ -18,8 +18,8 @@ from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.views import Matrix
 
-ROWS = 64  # rows of a row block, as schedule.ROWS
-TILE = 64  # keys of a tile, as schedule.TILE
+ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
+TILE = 64  # keys of a tile
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 FEW_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
 SMALLEST_COLUMNS = 16

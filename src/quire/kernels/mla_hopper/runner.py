@@ -1,5 +1,8 @@
 """The runner of `MLAHopperLaunch`: TMA descriptors, scratch, and two launches."""
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
@@ -7,12 +10,13 @@ from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
 from quire.kernels.hopper.tma import page_box
 from quire.kernels.launch import Runner, constexprs_of
-from quire.kernels.launcher import LaunchCache
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
+from quire.kernels.views import Matrix
 
 
 class MLAHopperRunner:
@@ -26,7 +30,7 @@ class MLAHopperRunner:
 
     def __init__(self, launch: MLAHopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
-        self.launches = LaunchCache()
+        self.attend, self.combine = Kernel(mla_hopper_kernel), Kernel(mla_combine_kernel)
         self.fallback: Runner | None = None  # bound when it is first needed
         size = launch.scratch_size()
         rows = 2 * launch.row_blocks * launch.num_partitions * launch.partial_rows if launch.num_partitions > 1 else 0
@@ -62,45 +66,35 @@ class MLAHopperRunner:
         assert q_pe is not None  # the launch serves latents with rotary columns alone
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
-        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
-        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
-        key = None
-        if not any((at or 0) % 16 for at in (addresses[0], *addresses[2:4])):
-            key = cache.kind, q_nope.stride(), q_pe.stride(), out.stride(), None if lse is None else lse.stride(0)
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
-        matrices = [(cache.k.data_ptr(), matrix)] * len(widths)
-        if key is None or not self.launches.relaunch(("attend", key), self.grid, addresses, matrices):
-            box = min(TILE, page_box(cache))
-            descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
-            absent = (None,) * (2 - len(widths))
-            attend_key = None if key is None else ("attend", key)
-            k, table = cache.strides[0], self.batch.page_table
-            scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
-            strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *self.out_strides(out, lse)
-            pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
-            fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
-            meta = constexprs_of(decided) | {
-                "PAGE_SIZE": cache.page_size,
-                "BOX": box,
-                "num_warps": 4,
-                "launch_pdl": True,
-            }
-            self.launches.launch(attend_key, mla_hopper_kernel, self.grid, tensors, fixed, meta, descriptors)
-        if self.grid[1] > 1:
-            self.combine(key, out, lse, addresses[:2])
+        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
+        arguments = partial(self.arguments, cache, matrix, widths)
+        self.attend(self.grid, tensors, cache.kind, arguments, [(cache.k.data_ptr(), matrix)] * len(widths))
+        if self.grid[1] > 1:  # sequences are cut
+            self.combine(self.combine_grid, (out, lse), None, self.combine_arguments)
 
-    def combine(
-        self, key: tuple | None, out: torch.Tensor, lse: torch.Tensor | None, addresses: tuple[int | None, ...]
-    ) -> None:
-        """Combine the partials of sequences that are cut."""
-        combine_key = None if key is None else ("combine", key)
-        if combine_key is not None and self.launches.relaunch(combine_key, self.combine_grid, addresses):
-            return
+    def arguments(self, cache: PagedKVCache, matrix: Matrix, widths: tuple[int, ...], *tensors: Any) -> Arguments:
+        """Return the arguments of the kernel that attends, of which `tensors` are the first."""
+        out, lse, q_nope, q_pe, *_ = tensors
+        spec, box = self.decided.request.spec, min(TILE, page_box(cache))
+        descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
+        absent = (None,) * (2 - len(widths))
+        k, table = cache.strides[0], self.batch.page_table
+        scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
+        strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *out_strides(out, lse)
+        pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
+        fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
+        of_cache = {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
+        return Arguments(tensors, fixed, constexprs_of(self.decided) | of_cache, descriptors)
+
+    def combine_arguments(self, out: torch.Tensor, lse: torch.Tensor | None) -> Arguments:
+        """Return the arguments of the kernel that combines the partials of sequences that are cut."""
         causal = int(self.decided.request.spec.causal)
-        fixed = *self.lengths, *self.scratch, causal, *self.numbers, *self.out_strides(out, lse)
-        self.launches.launch(combine_key, mla_combine_kernel, self.combine_grid, (out, lse), fixed, self.combine_meta)
+        fixed = *self.lengths, *self.scratch, causal, *self.numbers, *out_strides(out, lse)
+        return Arguments((out, lse), fixed, self.combine_meta)
 
-    def out_strides(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, int, int]:
-        """Return the strides of a token and a head of `out`, and of a token of `lse`."""
-        return out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+
+def out_strides(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the strides of a token and a head of `out`, and of a token of `lse`."""
+    return out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)

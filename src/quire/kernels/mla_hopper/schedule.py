@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(64)  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
-TILE = gl.constexpr(64)  # keys of a tile
+from quire.kernels.mla_hopper import launch
+
+ROWS, TILE = gl.constexpr(launch.ROWS), gl.constexpr(launch.TILE)
 SEQS = gl.constexpr(128)  # sequences that a program reads in one step
 
 

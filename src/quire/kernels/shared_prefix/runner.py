@@ -125,10 +125,15 @@ class SharedPrefixRunner:
 def make_combine(batch: Batch) -> Any:
     """Return a function that launches `combine_kernel` for the tokens of a batch."""
     from quire.kernels.combine import combine_arguments, combine_kernel
-    from quire.kernels.launcher import LaunchCache
+    from quire.kernels.launcher import Arguments, Kernel
     from quire.kernels.views import output_tensor
 
-    launches = LaunchCache()
+    kernel = Kernel(combine_kernel)
+
+    def arguments(states: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_scale: Any, lse: Any) -> Arguments:
+        fixed, meta = combine_arguments(states, lses, out.stride(), lse)
+        stored = output_tensor(out, device_properties(out.device).native_fp8)
+        return Arguments((states, lses, stored, out_scale, lse), (batch.cu_seqlens_q, batch.num_seqs, *fixed), meta)
 
     def combine(
         states: torch.Tensor,
@@ -139,18 +144,10 @@ def make_combine(batch: Batch) -> Any:
     ) -> None:
         """Combine states [levels, num_tokens, num_q_heads, head_dim_v] and their lses into `out` and `lse`."""
         num_tokens = batch.num_seqs if batch.cu_seqlens_q is None else out.shape[0]  # a flat plan writes no others
-        grid, key, lse_at = (num_tokens, out.shape[1], 1), None, None if lse is None else lse.data_ptr()
         if num_tokens == 0:
             return
-        if (states.data_ptr() | out.data_ptr()) % 16 == 0:
-            key = states.stride(), lses.stride(), out.stride(), out.dtype, None if lse is None else lse.stride(0)
-            scale_at = None if out_scale is None else out_scale.data_ptr()
-            if launches.relaunch(key, grid, (states.data_ptr(), lses.data_ptr(), out.data_ptr(), scale_at, lse_at)):
-                return
-        fixed, meta = combine_arguments(states, lses, out.stride(), lse)
-        fixed = batch.cu_seqlens_q, batch.num_seqs, *fixed
-        stored = output_tensor(out, device_properties(out.device).native_fp8)
-        launches.launch(key, combine_kernel, grid, (states, lses, stored, out_scale, lse), fixed, meta)
+
+        kernel((num_tokens, out.shape[1], 1), (states, lses, out, out_scale, lse), None, arguments)
 
     return combine
 

@@ -1,11 +1,13 @@
 """`CombineRunner`: run the split-KV kernel, and then the launch that combines its partials."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from quire.cache import PagedKVCache
 from quire.kernels import views
+from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.portable import PortableRunner
 from quire.kernels.split_kv.combine import combine_partials_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
@@ -13,6 +15,17 @@ from quire.kernels.split_kv.launch import SplitKVLaunch
 
 class CombineRunner(PortableRunner):
     """Run a launch of the split-KV kernel for one batch, and the launch that combines after it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.combine, self.combine_grid = Kernel(combine_partials_kernel), (0, 1, 1)
+
+    def set_grid(self, num_tokens: int) -> None:
+        """Keep both grids for a batch of `num_tokens` query tokens."""
+        super().set_grid(num_tokens)
+        decided = self.decided
+        assert isinstance(decided, SplitKVLaunch)
+        self.combine_grid = decided.num_combine_programs(num_tokens), 1, 1
 
     def __call__(
         self,
@@ -24,35 +37,25 @@ class CombineRunner(PortableRunner):
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
-        norm_rope: tuple[views.NormRope, dict[str, Any]] | None = None,
+        norm_rope: tuple[views.NormRope, views.Rotation] | None = None,
     ) -> None:
         super().__call__(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
-        decided = self.decided
-        assert isinstance(decided, SplitKVLaunch)
-        if decided.for_cache(cache) is not decided:  # the fallback has combined its own
+        if self.combine_grid[0] == 0 or self.decided.for_cache(cache) is not self.decided:  # which combined its own
             return
-        grid = (decided.num_combine_programs(q.shape[0]), 1, 1)
-        if grid[0] == 0:
-            return
-        stored = views.output_tensor(out, decided.request.device.native_fp8)
-        tensors = stored, out_scale, lse, sinks, None if cache.scale_kind == "token" else cache.v_scale
-        addresses = tuple(None if t is None else t.data_ptr() for t in tensors)
-        key = None
-        if out.data_ptr() % 16 == 0:
-            dtype, stride_lse = None if sinks is None else sinks.dtype, None if lse is None else lse.stride(0)
-            key = "combine", cache.kind, out.stride(), out.dtype, stride_lse, dtype
-            if self.launches.relaunch(key, grid, addresses):
-                return
-        fixed, meta = self.combine_arguments(decided, cache, out, lse)
-        meta["BLOCK_N"] = self.block_n(q, cache)
-        self.launches.launch(key, combine_partials_kernel, grid, tensors, fixed, meta)
+        v_scale = None if cache.scale_kind == "token" else cache.v_scale
+        arguments = partial(self.combine_arguments, cache)
+        self.combine(self.combine_grid, (out, out_scale, lse, sinks, v_scale), cache.kind, arguments)
 
     def combine_arguments(
-        self, decided: SplitKVLaunch, cache: PagedKVCache, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `combine_partials_kernel` after the tensors of a layer, and those by name."""
+        self, cache: PagedKVCache, out: torch.Tensor, out_scale: Any, lse: Any, sinks: Any, v_scale: Any
+    ) -> Arguments:
+        """Return the arguments of `combine_partials_kernel`, of which those after the cache are the first."""
+        decided = self.decided
+        assert isinstance(decided, SplitKVLaunch)
+        out = views.output_tensor(out, decided.request.device.native_fp8)
         kv = views.kv_layout(cache, self.batch, cache.dtype)
-        starts, scratch, _, _, window_left, window_right, num_seqs, num_partitions, combine_cost = self.fixed
+        starts, scratch, _, _, *window, num_seqs, num_partitions, combine_cost = self.fixed
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = kv, starts, scratch, window_left, window_right, num_seqs, num_partitions, combine_cost, *strides
-        return fixed, decided.combine_constexprs()
+        fixed = kv, starts, scratch, *window, num_seqs, num_partitions, combine_cost, *strides
+        meta = decided.combine_constexprs() | {"BLOCK_N": self.block_n(cache)}
+        return Arguments((out, out_scale, lse, sinks, v_scale), fixed, meta)
