@@ -65,6 +65,17 @@ def drawn(count: int, seed: int) -> Iterator[tuple[str, dict, tuple[int, int, in
         yield target, {"heads": draw.choice(HEADS)} | draw.choice(FEATURES), (num_seqs, queries, keys, tokens), options
 
 
+def chunks(count: int, seed: int) -> Iterator[tuple[str, dict, tuple[int, int, int, int], dict]]:
+    """Yield what `at_edges` yields: batches of a few queries on a Hopper GPU, where most rules are about."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        num_seqs, queries = int(2 ** draw.uniform(0, 6)), int(2 ** draw.uniform(1, 8))
+        keys = max(queries, int(2 ** draw.uniform(7, 15)))
+        tokens = draw.choice((num_seqs * queries, draw.randint(queries + num_seqs - 1, num_seqs * queries)))
+        features = draw.choice(({}, {}, {}, {"softcap": 30.0}, {"kv_dtype": E4M3}))
+        yield "sm90", {"heads": draw.choice(HEADS)} | features, (num_seqs, queries, keys, tokens), {}
+
+
 def request_of(target: str, fields: dict, batch: tuple[int, int, int, int]) -> Request:
     """Return the request that fields describe."""
     fields, (num_seqs, queries, keys, tokens) = dict(fields), batch
@@ -89,6 +100,9 @@ def in_words(launch: Any) -> str:
         value = getattr(launch, name, None)
         if value is True or (type(value) is int and value > 1):
             words.append(f"{name} {int(value)}")
+    if launch.name == "hopper":  # whose tiles depend on pages, too
+        caches = [quire.PagedKVCache.empty(launch.request.spec, 1, page_size) for page_size in (8, 16)]
+        words += [f"pages {c.page_size}: {launch.config_of(c).block_n} {launch.boxes(c)}" for c in caches]
     words.append(f"scratch {launch.scratch_size().total}")
     for name in ("decode", "fallback"):
         if getattr(launch, name, None) is not None:
@@ -99,7 +113,7 @@ def in_words(launch: Any) -> str:
 def decisions() -> dict[str, str]:
     """Return what is decided, by request."""
     found = {}
-    for target, fields, batch, options in (*at_edges(), *drawn(400, 1)):
+    for target, fields, batch, options in (*at_edges(), *drawn(300, 1), *chunks(300, 2)):
         request = request_of(target, fields, batch)
         text = ", ".join(f"{name} {value}" for name, value in (fields | options).items()).replace("torch.", "")
         found[f"{target}: {batch} {text}".strip()] = in_words(decide(request, Options(**options))[0])

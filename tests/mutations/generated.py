@@ -53,6 +53,7 @@ ROTATIONS = (
     NORM_ROPE + "positions_outside_of_the_table_are_clamped",
     NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
 )
+DECISIONS = "test_decisions.py", "test_dispatch.py"
 RIGHT_CALLS = "test_bad_input.py::test_the_calls_are_right_before_anything_is_replaced"
 # A file belongs to the first group whose pattern it matches.
 GROUPS = {
@@ -64,14 +65,21 @@ GROUPS = {
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ROTATIONS),
     "kernels/block/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
-    "kernels/split_kv/choice.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
+    "kernels/*/choice.py": Judges(False, DECISIONS),
+    "kernels/*/launch.py": Judges(False, (*DECISIONS, "test_service.py")),
     "kernels/split_kv/*.py": Judges(
-        True, (*DENSE, "kernels/test_schedule.py", "kernels/test_combine_launch.py", "kernels/test_invariance.py")
+        True,
+        (
+            *DENSE,
+            ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end",
+            "kernels/test_schedule.py",
+            "kernels/test_combine_launch.py",
+            "kernels/test_invariance.py",
+        ),
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
     "kernels/tma.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/gluon/*.py": Judges(True, HOPPER),
-    "kernels/hopper/choice.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
     "kernels/hopper/work_tile.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/hopper/*.py": Judges(True, (*HOPPER, "kernels/test_order_of_work_tiles.py")),
     "kernels/mla_hopper/*.py": Judges(True, LATENTS),
@@ -81,7 +89,7 @@ GROUPS = {
     "draft_trees.py": Judges(False, ("kernels/test_draft_trees.py", RIGHT_CALLS)),
     "allocator.py": Judges(False, ("test_allocator.py",)),
     "compile_ahead/corners.py": Judges(False, ("test_service.py",)),
-    "dispatch/tree.py": Judges(False, ("test_decisions.py", "test_dispatch.py")),
+    "dispatch/tree.py": Judges(False, DECISIONS),
 }
 
 
