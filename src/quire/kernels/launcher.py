@@ -97,6 +97,8 @@ class Kernel:
         function: a jit function.
     """
 
+    __slots__ = ("compiled", "function")
+
     def __init__(self, function: Any) -> None:
         self.function = function
         self.compiled: dict[Hashable, CompiledLaunch] = {}
@@ -123,11 +125,10 @@ class Kernel:
         addresses: list[Any] = []
         kinds: list[Hashable] = [facts]  # of a tensor: whether 16 divides its address, its dtype and its strides
         for tensor in tensors:
-            kind = type(tensor)
             if tensor is None:
                 addresses.append(None)
                 kinds.append(None)
-            elif kind is int:
+            elif (kind := type(tensor)) is int:
                 addresses.append(tensor)
                 kinds.append(not tensor & 15)
             elif kind is PagedKVCache:
@@ -219,8 +220,7 @@ def addresses_and_kinds(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[H
     """
     addresses, kinds = [], []
     for part in parts:
-        kind = type(part)
-        if kind is int or part is None:
+        if part is None or (kind := type(part)) is int:
             addresses.append(part)
             kinds.append(part)
         elif kind is float:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,10 +237,15 @@ class PortableRunner(KernelRunner):
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
+        return self.may_append and cache.scale_kind != "token"
+
+    @cached_property
+    def may_append(self) -> bool:
+        """Whether `append` serves some cache."""
         request = self.decided.request
         # Elsewhere the new keys need not be among those that the queries see.
         at_the_end = self.batch.query_offsets is None and (request.has_tree or not request.has_intervals)
-        return at_the_end and request.has_few_new_tokens and cache.scale_kind != "token"
+        return at_the_end and request.has_few_new_tokens
 
     def append(
         self,
