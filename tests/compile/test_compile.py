@@ -307,7 +307,7 @@ def finds_no_keys(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
 
 
 @gluon.jit
-def sees_no_keys(published, stage, work, rows, scoring, TOKENS: gl.constexpr, OWNED: gl.constexpr):
+def sees_no_keys(published, stage, work, own, scoring):
     gl.static_assert(False, "intervals")
 
 

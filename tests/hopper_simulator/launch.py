@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from triton.language.extra import cuda
 
 from quire.dispatch import device
 from quire.kernels import launcher
-from quire.kernels.hopper import addresses, gather, pipeline
+from quire.kernels.gluon import compat
 
 from . import values
 from .assembly import inline_asm_elementwise
@@ -110,9 +111,9 @@ def simulated(machine: Machine) -> list[tuple[Any, Any]]:
     copies = types.SimpleNamespace(mbarrier_arrive=machine.arrive_after_copies)
     return [
         (gl, simulated_language), (tl, simulated_language), (hopper.mbarrier, barriers),
-        (gather.async_copy, copies), (gather.copy_async, machine.copy_async),
-        (pipeline.tma_load, machine.tma_load), (addresses.reinterpret, Tile.reinterpret),
-        (addresses.barrier, machine.barrier),
+        (compat.async_copy, copies), (compat.copy_async, machine.copy_async),
+        (compat.tma_load, machine.tma_load), (compat.reinterpret, Tile.reinterpret),
+        (compat.barrier, machine.barrier),
         (hopper.fence_async_shared, machine.fence_async_shared), (hopper.warpgroup_mma, machine.warpgroup_mma),
         (hopper.warpgroup_mma_wait, machine.warpgroup_mma_wait),
         (cuda.gdc_wait, lambda: None), (cuda.gdc_launch_dependents, lambda: None),
@@ -134,10 +135,20 @@ class Functions:
             return constant(known.value)
         if isinstance(known, types.ModuleType) and known.__name__.startswith("quire."):
             return Names(self, vars(known))
+        if getattr(known, "__triton_aggregate__", False):
+            return self.aggregate(known)
         original = getattr(known, "fn", None)
         if isinstance(original, types.FunctionType):
             return self.function(original)
         return known
+
+    def aggregate(self, original: type) -> type:
+        """Return a class with the fields and the simulated methods of an aggregate."""
+        if id(original) not in self.made:
+            names: Any = original.fields
+            methods = {name: self.simulated(vars(original)[name]) for name in original.methods}
+            self.made[id(original)] = make_dataclass(original.__name__, names, namespace=methods, eq=False)
+        return self.made[id(original)]
 
     def function(self, original: types.FunctionType) -> Callable[..., Any]:
         """Return a function with simulated globals, which are found when they are first used."""

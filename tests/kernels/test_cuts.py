@@ -150,7 +150,7 @@ def test_sequences_after_the_last_that_is_looked_at_are_whole_where_that_one_is_
 def test_how_many_splits_there_are_at_most():
     found = cuts_of([(16, 50000), (16, 100), (64, 64)], 100, 1000)
     assert cuts.OVERHEAD.value == launch.CUT_OVERHEAD
-    assert found[0, 0][0] == launch.MOST_SPLITS_OF_CUT == max(n for n, _ in found.values())
+    assert found[0, 0][0] == launch.MAX_SPLITS_OF_CUT == max(n for n, _ in found.values())
 
 
 def test_what_does_not_fit_is_not_cut():

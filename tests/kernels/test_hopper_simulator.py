@@ -25,9 +25,9 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl
 
 from quire.kernels.hopper.convert import quantize_results
+from quire.kernels.hopper.lazy_max import LIMIT, first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.operands import unpacked
 from quire.kernels.hopper.softcap import capped_exponents
-from quire.kernels.hopper.steady import LIMIT, first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.mla_hopper.rescale import rescaled
 from tests.extended import extended
 from tests.growth import with_growing_scores

@@ -17,7 +17,9 @@ import quire
 pytestmark = pytest.mark.one_triton
 
 if sys.platform == "linux":
-    from quire.kernels.hopper import pipeline, tma, work_tile
+    from quire.kernels import tma
+    from quire.kernels.gluon import pipeline
+    from quire.kernels.hopper import work_tile
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 

@@ -20,8 +20,8 @@ QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
-ATTEND, SOFTMAX, STEADY, PRODUCER = (
-    f"kernels/hopper/{name}.py" for name in ("attend", "softmax", "steady", "producer")
+ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
+    f"kernels/hopper/{name}.py" for name in ("attend", "softmax", "lazy_max", "producer")
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
@@ -404,13 +404,13 @@ IN_INTERPRETER = {
         SOFTMAX, "l_i = l_i * alpha + gl.sum(", "l_i = l_i + gl.sum(", SIMULATED + "products_in_fp8[{}-24]"
     ),
     "Hopper: a maximum never raised": Mutant(
-        STEADY, "{ANY_EXCEEDS} @!some bra.uni DONE;", "{ANY_EXCEEDS} bra.uni DONE;", RAISED
+        LAZY_MAX, "{ANY_EXCEEDS} @!some bra.uni DONE;", "{ANY_EXCEEDS} bra.uni DONE;", RAISED
     ),
     "Hopper: accumulators not rescaled where a maximum is raised": Mutant(
-        STEADY, "{rescale} setp.gt.f32 fresh", "setp.gt.f32 fresh", RAISED
+        LAZY_MAX, "{rescale} setp.gt.f32 fresh", "setp.gt.f32 fresh", RAISED
     ),
     "Hopper: probabilities of two columns swapped": Mutant(
-        STEADY, "e{2 * i + 1}, e{2 * i};", "e{2 * i}, e{2 * i + 1};", SIMULATED + "features[{}-None]"
+        LAZY_MAX, "e{2 * i + 1}, e{2 * i};", "e{2 * i}, e{2 * i + 1};", SIMULATED + "features[{}-None]"
     ),
     "latents: accumulators not rescaled": Mutant(
         RESCALE,
@@ -429,8 +429,8 @@ IN_INTERPRETER = {
     ),
     "Hopper: gathered rows past the sequence": Mutant(
         PRODUCER,
-        "pages = load_places(row, k_pipe, pos, kv_high, kv_low, PAGE_SIZE, HAS_BOXES)",
-        "pages = load_places(row, k_pipe, pos, pos + BLOCK_N, kv_low, PAGE_SIZE, HAS_BOXES)",
+        "pages = load_places(row, k, pos, kv_high, kv_low, config.PAGE_SIZE)",
+        "pages = load_places(row, k, pos, pos + BLOCK_N, kv_low, config.PAGE_SIZE)",
         SIMULATED + "pages[NHD-3]",
     ),
     "Hopper: work tiles at the back taken twice": Mutant(
@@ -459,34 +459,35 @@ IN_INTERPRETER = {
     ),
     # Barriers, fences and waits of the kernels for Hopper GPUs, which the simulator judges
     "Hopper: stages overwritten": Mutant(
-        "kernels/hopper/pipeline.py",
-        "wait(pipe.empty, i % STAGES, i // STAGES + 1)",
+        "kernels/gluon/pipeline.py",
+        "wait_at(self.empty, i % self.STAGES, i // self.STAGES + 1)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: stages read before they are full": Mutant(
-        "kernels/hopper/pipeline.py",
-        "wait(pipe.full, i % STAGES, i // STAGES, condition)",
+        "kernels/gluon/pipeline.py",
+        "wait_at(self.full, i % self.FULLS, i // self.FULLS, condition)",
         "pass",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: converted tiles not fenced": Mutant(
-        "kernels/hopper/pipeline.py",
+        "kernels/gluon/pipeline.py",
         "fence_async_shared()  # as in",
         "pass  # as in",
         SIMULATED + "quantised_caches[kv_dtype0-64-16]",
     ),
     "Hopper: zeroed values not fenced": Mutant(
         PRODUCER,
-        "        fence_async_shared()\n        expect_bytes(v_pipe.full, stage, 0)",
-        "        expect_bytes(v_pipe.full, stage, 0)",
+        "        fence_async_shared()  # consumers read by the async proxy what was stored by the generic one\n"
+        "        expect_bytes(v_pipe.full.index(stage), 0)",
+        "        expect_bytes(v_pipe.full.index(stage), 0)",
         SIMULATED + "features[{}-None]",
     ),
     "Hopper: partials not released": Mutant(PARTIALS, 'sem="acq_rel"', 'sem="relaxed"', CUT + "features[{}-20000]"),
     "latents on Hopper: places overwritten": Mutant(
-        LATENTS + "ring.py",
-        "wait(ring.empty.index(place), use + 1)",
-        "pass",
+        LATENTS + "latents.py",
+        "stage = quarters.acquire(i)",
+        "stage = quarters.stage_of(i)",
         SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None]",
     ),
     "latents on Hopper: probabilities not fenced": Mutant(
@@ -735,8 +736,8 @@ OUTSIDE = {
 ON_HOPPER = {
     "splits folded where decode does not": Mutant(
         ATTEND,
-        "if pos % FIXED_SPLIT == 0:",
-        "if pos % (2 * FIXED_SPLIT) == 0:",
+        "if pos % config.FIXED_SPLIT == 0:",
+        "if pos % (2 * config.FIXED_SPLIT) == 0:",
         HOPPER + "a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts[{}-16]",
     ),
 }

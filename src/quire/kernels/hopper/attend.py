@@ -8,31 +8,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.hopper.convert import permute_for_fp8_operand, to_fp8
+from quire.kernels.gluon.fp8 import permute_for_fp8_operand, to_fp8
+from quire.kernels.gluon.pipeline import wait_for_both
+from quire.kernels.hopper.lazy_max import first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.operands import (
+    State,
     after,
     as_operands,
+    depth_of,
     empty_state,
-    keys_of,
+    layout_of_out,
     multiply_keys,
     multiply_values,
     no_scores,
     operands_of,
     products_of,
 )
-from quire.kernels.hopper.pipeline import (
-    consumer_release,
-    consumer_wait,
-    consumer_wait_for_both,
-    consumer_wait_without_fence,
-    fence_copies,
-    is_copied,
-    release_operand,
-)
 from quire.kernels.hopper.products import wide
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import scaled, shown_scores, softmax_step, sums_of_groups, total
-from quire.kernels.hopper.steady import first_softmax, maximum_and_sum, next_softmax
+from quire.kernels.hopper.softmax import masked_scores, scaled, softmax_step, sums_of_groups, total, with_scale
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import groups_of
 
@@ -43,145 +37,137 @@ NEXT_KEYS_OF_SPLITS_UP_TO = gl.constexpr(128)
 
 
 @gluon.jit
-def first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM: gl.constexpr, EARLY: gl.constexpr):
+def first_scores(products, memory, zeros, config):
     """Return the product of queries and the first tile of keys, and release what no later product needs."""
-    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    tile_i = products.tile_i
+    scores = multiply_keys(products.q, memory.k, memory.k.wait(tile_i), zeros, config.HEAD_DIM)
     scores = after(0, scores)
-    release_operand(k_pipe, tile_i)
-    if EARLY and work.num_tiles == 1:
-        consumer_release(q_pipe, work_i)
+    memory.k.release_operand(tile_i)
+    if config.EARLY and products.work.num_tiles == 1:
+        memory.q.release(products.work_i)
     return scores
 
 
 @gluon.jit
-def attend_work_tile(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, EARLY: gl.constexpr,
-):  # fmt: skip
-    """Return the state of a work tile's rows over its KV tiles, from the last tile to the first.
-
-    The first tile that is used is the tile_i-th of the pipelines. EARLY: the queries are released after their last
-    product.
-    """
+def attend_work_tile(products, memory, config):
+    """Return the State of a work tile's rows over its KV tiles, from the last tile to the first."""
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = config.HEAD_DIM_V
+    own, work, tile_i = products.own, products.work, products.tile_i
+    k_pipe, v_pipe = memory.k, memory.v
     # The next keys are waited for while products run. Otherwise keys and values are waited for together, if they are
     # copied, and else values after the product of keys has begun. ptxas (CUDA 12.8) fails with a segmentation fault on
     # the first for tiles that are copied and products in pieces.
-    COPIED: gl.constexpr = is_copied(v_pipe.full, v_pipe.empty)
-    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO and not (COPIED and len(v_pipe.addresses) > 0)
-    TOGETHER: gl.constexpr = COPIED and not NEXT_KEYS
-    BLOCK_N: gl.constexpr = keys_of(cols)
+    NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_UP_TO and not (v_pipe.COPIED and len(v_pipe.addresses) > 0)
+    TOGETHER: gl.constexpr = v_pipe.COPIED and not NEXT_KEYS
     # Narrow heads leave registers for all columns: 4,096 tokens of 64/8 heads of 64 take 306 us in halves, and 300 in
     # whole tiles (NVIDIA H100, 2026-11-28).
     IN_HALVES: gl.constexpr = HEAD_DIM > 64
-    zeros = no_scores(cols, OF_SCORES)
-    accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    if own.OWNED is not None:  # whatever rows without queries hold, their maxima stay
+        scale = gl.where(own.rows < own.OWNED, products.scale, 0.0)
+        products = with_scale(products, scale)
+    zeros = no_scores(own.cols, own.OF_SCORES)
+    accs, _, _ = empty_state(own.OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
-    scores = first_scores(q, k_pipe, tile_i, zeros, work, q_pipe, work_i, HEAD_DIM, EARLY)
-    scores, by = shown_scores(
-        scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, IN_HALVES
-    )
+    scores = first_scores(products, memory, zeros, config)
+    scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
     p, state = first_softmax(scores, by, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
-        k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
+        k_stage = k_pipe.wait(tile_i + 1, work.num_tiles > 1)
     for i in range(tile_i + 1, stop):
         pos -= BLOCK_N
         if TOGETHER:
-            k_stage, v_stage = consumer_wait_for_both(k_pipe, i, v_pipe, i - 1)
+            k_stage, v_stage = wait_for_both(k_pipe, i, v_pipe, i - 1)
         elif not NEXT_KEYS:
-            k_stage = consumer_wait(k_pipe, i)
-        scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
+            k_stage = k_pipe.wait(i)
+        scores = multiply_keys(products.q, k_pipe, k_stage, zeros, HEAD_DIM)
         if not TOGETHER:
-            v_stage = consumer_wait(v_pipe, i - 1)
+            v_stage = v_pipe.wait(i - 1)
         operands = operands_of(p, v_pipe, accs, BLOCK_N)
         accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
-            k_stage = consumer_wait_without_fence(k_pipe, i + 1, i + 1 < stop)
+            k_stage = k_pipe.wait_without_fence(i + 1, i + 1 < stop)
         scores = after(IN_FLIGHT, scores)
         if NEXT_KEYS:
-            fence_copies(k_pipe)
-        release_operand(k_pipe, i)
-        if EARLY and i == stop - 1:
-            consumer_release(q_pipe, work_i)
+            k_pipe.fence_copies()
+        k_pipe.release_operand(i)
+        if config.EARLY and i == stop - 1:
+            memory.q.release(products.work_i)
         # The other warpgroup's softmax overlaps these two products. Overlapping the second product with the softmax of
         # this warpgroup was slower (NVIDIA H200).
         done = warpgroup_mma_wait(0, deps=accs + operands)
         accs = done[:NUM_ACCS]
-        release_operand(v_pipe, i - 1)
-        scores, by = shown_scores(
-            scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, IN_HALVES
-        )
+        v_pipe.release_operand(i - 1)
+        scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
         p, accs, state = next_softmax(scores, accs, state, by, v_pipe.tiles.dtype)
     operands = operands_of(p, v_pipe, accs, BLOCK_N)
-    accs = multiply_values(operands, v_pipe, consumer_wait(v_pipe, stop - 1), accs, HEAD_DIM_V)
+    accs = multiply_values(operands, v_pipe, v_pipe.wait(stop - 1), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + operands)
-    release_operand(v_pipe, stop - 1)
-    m_i, l_i = maximum_and_sum(state, OF_SCORES)
-    if is_softcap(SCORE_MOD):
-        m_i = maximum_with_cap(m_i, scoring.softcap)
-    return wide(done[:NUM_ACCS], HEAD_DIM_V), m_i, l_i
+    v_pipe.release_operand(stop - 1)
+    m_i, l_i = maximum_and_sum(state, own.OF_SCORES)
+    if is_softcap(config.SCORE_MOD):
+        m_i = maximum_with_cap(m_i, products.scoring.softcap)
+    return State(wide(done[:NUM_ACCS], HEAD_DIM_V), m_i, l_i)
 
 
 @gluon.jit
-def attend_work_tile_in_splits(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring,
-    OF_SCORES: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, TOKENS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr,
-):  # fmt: skip
+def attend_work_tile_in_splits(products, memory, config):
     """Return the same as `attend_work_tile`, from the first tile to the last, rounded as batch-invariant plans do.
 
     Each split of FIXED_SPLIT keys has a state, and the result is the left fold of these, as in the portable kernels.
     """
-    BLOCK_N: gl.constexpr = keys_of(cols)
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = config.HEAD_DIM_V
+    OF_SCORES: gl.constexpr = products.own.OF_SCORES
     NEXT_KEYS: gl.constexpr = HEAD_DIM_V <= NEXT_KEYS_OF_SPLITS_UP_TO
-    zeros = no_scores(cols, OF_SCORES)
+    q, work, tile_i = products.q, products.work, products.tile_i
+    k_pipe, v_pipe = memory.k, memory.v
+    zeros = no_scores(products.own.cols, OF_SCORES)
     accs, m_i, l_i = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     split_accs, split_m, no_sums = accs, m_i, sums_of_groups(zeros[0], groups_of(BLOCK_N))
     pos = work.tile * BLOCK_N
-    scores = multiply_keys(q, k_pipe, consumer_wait(k_pipe, tile_i), zeros, HEAD_DIM)
+    scores = multiply_keys(q, k_pipe, k_pipe.wait(tile_i), zeros, HEAD_DIM)
     scores = after(0, scores)
-    release_operand(k_pipe, tile_i)
-    p, split_m, split_l, _ = softmax_step(
-        scores, split_m, no_sums, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
-    )
+    k_pipe.release_operand(tile_i)
+    p, split_m, split_l, _ = softmax_step(scores, split_m, no_sums, pos, products, config, 0.0)
     p = as_operands(p, v_pipe, accs)
     stop = tile_i + work.num_tiles
     k_stage = tile_i
     if NEXT_KEYS:
-        k_stage = consumer_wait(k_pipe, tile_i + 1, work.num_tiles > 1)
+        k_stage = k_pipe.wait(tile_i + 1, work.num_tiles > 1)
     for i in range(tile_i + 1, stop):
         pos += BLOCK_N
         if not NEXT_KEYS:
-            k_stage = consumer_wait(k_pipe, i)
+            k_stage = k_pipe.wait(i)
         scores = multiply_keys(q, k_pipe, k_stage, zeros, HEAD_DIM)
-        split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, i - 1), split_accs, HEAD_DIM_V)
+        split_accs = multiply_values(p, v_pipe, v_pipe.wait(i - 1), split_accs, HEAD_DIM_V)
         if NEXT_KEYS:
-            k_stage = consumer_wait(k_pipe, i + 1, i + 1 < stop)
+            k_stage = k_pipe.wait(i + 1, i + 1 < stop)
         scores = after(IN_FLIGHT, scores)
-        release_operand(k_pipe, i)
+        k_pipe.release_operand(i)
         done = warpgroup_mma_wait(0, deps=split_accs + p)
         split_accs, p = done[:NUM_ACCS], done[NUM_ACCS:]
-        release_operand(v_pipe, i - 1)
-        if pos % FIXED_SPLIT == 0:
+        v_pipe.release_operand(i - 1)
+        if pos % config.FIXED_SPLIT == 0:
             accs, m_i, l_i = fold_split(accs, m_i, l_i, split_accs, split_m, split_l)
             split_accs, split_m, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
             split_l = no_sums
-        p, split_m, split_l, alpha = softmax_step(
-            scores, split_m, split_l, pos, rows, cols, work, None, slopes, scale, scoring, 0.0, TOKENS, SCORE_MOD
-        )
+        p, split_m, split_l, alpha = softmax_step(scores, split_m, split_l, pos, products, config, 0.0)
         split_accs = scaled(split_accs, alpha)
         p = as_operands(p, v_pipe, accs)
-    split_accs = multiply_values(p, v_pipe, consumer_wait(v_pipe, stop - 1), split_accs, HEAD_DIM_V)
+    split_accs = multiply_values(p, v_pipe, v_pipe.wait(stop - 1), split_accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=split_accs + p)
-    release_operand(v_pipe, stop - 1)
+    v_pipe.release_operand(stop - 1)
     accs, m_i, l_i = fold_split(accs, m_i, l_i, done[:NUM_ACCS], split_m, split_l)
-    return wide(accs, HEAD_DIM_V), m_i, l_i
+    return State(wide(accs, HEAD_DIM_V), m_i, l_i)
 
 
 @gluon.jit
@@ -206,40 +192,39 @@ def fold_acc(acc, alpha, split_acc, beta):
 
 
 @gluon.jit
-def attend_work_tile_in_fp8(
-    q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring,
-    OF_SCORES: gl.constexpr, OF_OUT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
-):  # fmt: skip
+def attend_work_tile_in_fp8(products, memory, config):
     """Return the same as `attend_work_tile`, with fp8 products of the stored keys and the transposed values.
 
     Tensor cores accumulate fp8 products with about 14 bits, so the products of each tile are added to acc in float32.
     Products take little time compared with the softmax, and registers cannot hold three accumulators. So the two
     products of a warpgroup run one after the other, and overlap the other warpgroup's softmax.
     """
-    BLOCK_N: gl.constexpr = k_pipe.tiles.shape[1]
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    OF_SCORES: gl.constexpr = products.own.OF_SCORES
+    OF_OUT: gl.constexpr = layout_of_out(config.HEAD_DIM_V, depth_of(memory.k.tiles.dtype))
     OF_P: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
     LIFT: gl.constexpr = 8.0  # probabilities are scaled by 2^8, so that small ones keep their bits
+    work, tile_i = products.work, products.tile_i
+    k_pipe, v_pipe = memory.k, memory.v
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, OF_SCORES)
-    empty, m_i, l_i = empty_state(OF_SCORES, v_pipe, k_pipe.tiles.shape[2])
+    empty, m_i, l_i = empty_state(OF_SCORES, v_pipe, k_pipe.COLUMNS)
     no_out = empty[0]
     acc = no_out
     pos = work.tile * BLOCK_N
     for i in range(tile_i, tile_i + work.num_tiles):
-        k = k_pipe.tiles.index(consumer_wait(k_pipe, i))
-        scores = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        k = k_pipe.tiles.index(k_pipe.wait(i))
+        scores = warpgroup_mma(products.q[0], k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        consumer_release(k_pipe, i)
-        p, m_i, l_i, alpha = softmax_step(
-            (scores,), m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring, LIFT, TOKENS, SCORE_MOD
-        )
+        k_pipe.release(i)
+        p, m_i, l_i, alpha = softmax_step((scores,), m_i, l_i, pos, products, config, LIFT)
         p = gl.convert_layout(to_fp8(permute_for_fp8_operand(p[0])), OF_P)
-        v = v_pipe.tiles.index(consumer_wait(v_pipe, i))
+        v = v_pipe.tiles.index(v_pipe.wait(i))
         product = warpgroup_mma(p, v.permute((1, 0)), no_out, use_acc=False, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
-        consumer_release(v_pipe, i)
+        v_pipe.release(i)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OF_OUT))[:, None] + product
         pos -= BLOCK_N
     m_i -= LIFT
-    if is_softcap(SCORE_MOD):
-        m_i = maximum_with_cap(m_i, scoring.softcap)
-    return acc, m_i, l_i
+    if is_softcap(config.SCORE_MOD):
+        m_i = maximum_with_cap(m_i, products.scoring.softcap)
+    return State((acc,), m_i, l_i)

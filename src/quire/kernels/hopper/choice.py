@@ -7,7 +7,7 @@ from quire.dispatch.config import CostModel, HopperConfig
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import (
     CUT_OVERHEAD,
-    LONG,
+    MAX_KEYS_WITHOUT_TILE_MAPS,
     HopperLaunch,
     count_work_tiles,
     has_bounded_scores,
@@ -19,26 +19,27 @@ from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
 
-WIDEST_OF_TREES = 256  # columns of heads on which trees were fitted
+MAX_FITTED_HEAD_DIM = 256  # columns of heads on which trees were fitted
 # Of wider heads: keys up to which this kernel pays only if each SM has so many rows (NVIDIA H200, 2026-11-27).
-FEW_KEYS_OF_WIDEST, MANY_ROWS_OF_WIDEST = 64, 64
+MAX_KEYS_THAT_NEED_ROWS, MIN_ROWS_PER_SM = 64, 64
 # Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
-WIDEST_PART, WIDEST_INVARIANT_PART = 256, 128
-OTHER_SHARED_MEMORY = 4096  # bytes, for barriers, work tiles and what threads exchange where queries keep their buffer
-TALL_WIDE = 768  # queries and keys of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
-TALL = 128  # rows of two consumer warpgroups
-FEW_ROWS = 16  # of a sequence, for which the portable kernels have a tile
-SOME_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
-SOME_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
-LEAST_SPLIT_OF_CHUNK = 512  # keys that a query of a chunk may see, from which on they are split
-KEYS_OF_PARTIAL = 512  # that a row block could see while a partial is written and read
-MOST_TIME_OF_ROUNDS = 0.9  # more splits are taken if they take at most this part of the time
-MOST_OF_OTHERS = 32  # queries on average, up to which most sequences of a ragged batch are taken to decode
-MOST_OF_APART = 128  # queries on average, up to which the warpgroups of a ragged batch have their own tokens
-MOST_DECODE = 8  # sequences for each of the longest that a batch's tokens have room for
+MAX_PART_COLUMNS, MAX_INVARIANT_PART_COLUMNS = 256, 128
+OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange where queries keep their buffer
+MAX_WIDE_PROMPT_TOKENS = 768  # of equal prompts of wide heads, beyond which tiles are as tall as for long contexts
+TWO_WARPGROUP_ROWS = 128  # rows of two consumer warpgroups
+PORTABLE_TILE_ROWS = 16  # of a sequence, for which the portable kernels have a tile
+MAX_MEMORY_BOUND_ROWS = 32  # of a sequence, up to which the portable kernels are bound by memory
+MAX_IDLE_WIDE_ROWS = 64  # the same with wide heads, if this kernel would leave SMs idle
+MIN_SPLIT_CHUNK_KEYS = 512  # keys that a query of a chunk may see, from which on they are split
+PARTIAL_COST_KEYS = 512  # that a row block could see while a partial is written and read
+MAX_TIME_RATIO_OF_ROUNDS = 0.9  # more splits are taken if they take at most this part of the time
+MAX_MEAN_DECODE_QUERIES = 32  # of a ragged batch's sequences, up to which most of them are taken to decode
+# Queries of a sequence on average, up to which the warpgroups of a ragged batch have their own tokens.
+MAX_MEAN_QUERIES_SPLIT_BY_TOKENS = 128
+MIN_SEQS_PER_LONG_SEQ = 8  # sequences for each of the longest that a batch's tokens have room for
 # Of a mixed batch on long contexts: rows of the longest sequence over the number of sequences. Up to the first number,
 # programs have one warpgroup. Up to the second, there is no decode launch. Beyond, prompts may be most of the work.
-ROWS_OF_ONE, ROWS_OF_TWO = 128, 256
+MAX_ROWS_OF_ONE_WARPGROUP, MAX_ROWS_WITHOUT_DECODE_LAUNCH = 128, 256
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
@@ -60,7 +61,7 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
     if not request.has_cu_seqlens:
         return "a batch without cu_seqlens_q"
     fallback, reason = choose_portable(request, options)
-    launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, WIDEST_PART))
+    launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
     num_splits = choose_num_splits(launch, costs)
     section_heads = choose_section(launch, costs) if num_splits == 1 else None
     launch = replace(launch, num_splits=num_splits, section_heads=section_heads)
@@ -88,7 +89,7 @@ def propose_invariant(request: Request, options: Options) -> tuple[HopperLaunch,
     few_rows = has_one_split(request) and not fills(request, 64 * config.num_warpgroups)
     if options.kernel is None and (fallback.name != "block" or few_rows):
         return "batches for which the portable kernels are faster"
-    parts = cdiv(spec.head_dim_v, WIDEST_INVARIANT_PART)
+    parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
     config = with_keys(config, fallback.config.block_n, request, parts)
     launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
     costs = tree.cost_model(spec, request.device)
@@ -100,44 +101,44 @@ def is_preferred(launch: HopperLaunch, costs: CostModel) -> bool:
     """Return whether this launch is taken to be faster than that of the portable kernels, its fallback.
 
     It is if it splits the keys of sequences with equally many queries. It is not if sequences have at most
-    `SOME_WIDE_ROWS` rows of wide heads, and it leaves SMs idle. If the fallback would cut keys, this launch is
+    `MAX_IDLE_WIDE_ROWS` rows of wide heads, and it leaves SMs idle. If the fallback would cut keys, this launch is
 
     * slower if it leaves SMs idle on many keys;
-    * faster if sequences have more rows than `SOME_ROWS`, and for a quantised cache, if they have rows for both
-      consumer warpgroups and keys are cut here too;
+    * faster if sequences have more rows than `MAX_MEMORY_BOUND_ROWS`, and for a quantised cache, if they have rows for
+      both consumer warpgroups and keys are cut here too;
     * slower for a quantised cache of narrow heads otherwise.
 
-    The widest heads have a rule of their own for more rows than `SOME_ROWS`. In all other cases the device's tree
-    decides. Of a window, it is told the keys that the window shows.
+    The widest heads have a rule of their own for more rows than `MAX_MEMORY_BOUND_ROWS`. In all other cases the
+    device's tree decides. Of a window, it is told the keys that the window shows.
     """
     request, spec = launch.request, launch.request.spec
     rows_per_seq, rows_per_sm, _, queries_per_seq = rounded(request)
     if launch.num_splits > 1 and not request.is_ragged:
         return True
     is_idle = 2 * launch.num_work_tiles(request.bounds.num_tokens) <= request.device.num_sms
-    if is_idle and is_wide(spec) and not is_widest(spec) and rows_per_seq <= SOME_WIDE_ROWS:
+    if is_idle and is_wide(spec) and not is_widest(spec) and rows_per_seq <= MAX_IDLE_WIDE_ROWS:
         return False
     if launch.fallback.name != "block":
-        has_few_rows, cuts = rows_per_seq <= SOME_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
-        few_keys = LEAST_SPLIT_OF_CHUNK if has_few_rows else costs.short_context
+        has_few_rows, cuts = rows_per_seq <= MAX_MEMORY_BOUND_ROWS, launch.num_splits > 1 or launch.cut_slots > 0
+        few_keys = MIN_SPLIT_CHUNK_KEYS if has_few_rows else costs.short_context
         if is_idle and (has_few_rows or not cuts) and request.keys_seen > few_keys:
             return False
         if spec.kv_dtype is spec.dtype:
             if not has_few_rows:
                 return True
-        elif cuts and rows_per_seq >= TALL:
+        elif cuts and rows_per_seq >= TWO_WARPGROUP_ROWS:
             return True
         elif not is_wide(spec):
             return False
     keys = tree.power_of_two(request.keys_seen)
-    if is_widest(spec) and rows_per_seq > SOME_ROWS:
-        return keys > FEW_KEYS_OF_WIDEST or rows_per_sm >= MANY_ROWS_OF_WIDEST
+    if is_widest(spec) and rows_per_seq > MAX_MEMORY_BOUND_ROWS:
+        return keys > MAX_KEYS_THAT_NEED_ROWS or rows_per_sm >= MIN_ROWS_PER_SM
     return tree.prefers_hopper(spec, request.device, rows_per_seq, rows_per_sm, keys, queries_per_seq)
 
 
 def is_widest(spec: AttentionSpec) -> bool:
     """Return whether heads are wider than those on which trees were fitted."""
-    return max(spec.head_dim, spec.head_dim_v) > WIDEST_OF_TREES
+    return max(spec.head_dim, spec.head_dim_v) > MAX_FITTED_HEAD_DIM
 
 
 def is_short(request: Request, costs: CostModel) -> bool:
@@ -154,8 +155,8 @@ def suits_one_warpgroup(request: Request, costs: CostModel) -> bool:
     if is_wide(request.spec):
         return is_short(request, costs)
     if request.is_ragged:  # most sequences have fewer rows than the one with the most
-        return is_short(request, costs) or rounded(request)[0] <= TALL
-    if request.rows_per_seq <= TALL // 2 or is_capped_and_narrow(request.spec):
+        return is_short(request, costs) or rounded(request)[0] <= TWO_WARPGROUP_ROWS
+    if request.rows_per_seq <= TWO_WARPGROUP_ROWS // 2 or is_capped_and_narrow(request.spec):
         return True
     flat, tall = choose_config(request, short=True), choose_config(request, short=False)
     if isinstance(flat, str) or isinstance(tall, str) or not is_chunk(request):
@@ -196,14 +197,14 @@ def is_chunk(request: Request) -> bool:
 def choose_config(request: Request, short: bool) -> HopperConfig | str:
     """Return the configuration for a batch; or, in words, what the kernel does not serve."""
     queries, ragged = max(1, request.bounds.max_query_len), request.is_ragged
-    if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > TALL_WIDE:
+    if is_wide(request.spec) and not ragged and min(request.keys_seen, queries) > MAX_WIDE_PROMPT_TOKENS:
         short = False
     queries = tree.power_of_two(queries) if ragged else queries
     apart = ragged and has_few_queries(request)
     config = tree.hopper_config(request.spec, request.device, short, queries, ragged, apart)
     if isinstance(config, str) or suits_large_tiles(request, config):
         return config
-    return config.with_smaller_tiles(more_stages=request.rows_per_seq > TALL)
+    return config.with_smaller_tiles(more_stages=request.rows_per_seq > TWO_WARPGROUP_ROWS)
 
 
 def suits_large_tiles(request: Request, config: HopperConfig) -> bool:
@@ -213,7 +214,7 @@ def suits_large_tiles(request: Request, config: HopperConfig) -> bool:
     keys that those of the last tile, which no query sees, count for little. Otherwise such tiles took 1 to 10 % longer
     (NVIDIA H200, 2026-11-26), and up to 44 % where keys are split (NVIDIA H100, 2026-11-27).
     """
-    has_keys = request.keys_seen > LONG and request.rows_per_seq > TALL
+    has_keys = request.keys_seen > MAX_KEYS_WITHOUT_TILE_MAPS and request.rows_per_seq > TWO_WARPGROUP_ROWS
     is_split = 2 * count_work_tiles(request, config, request.bounds.num_tokens) <= request.device.num_sms
     return has_keys and not (request.is_ragged or request.spec.softcap or is_split)
 
@@ -227,7 +228,7 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
     spec = request.spec
     columns, columns_v = (cdiv(number, 64) * 64 for number in (spec.head_dim, width_of_part(spec, parts)))
     queries = 2 * 64 * config.num_warpgroups * config.num_q_stages * columns  # bytes
-    room = request.device.shared_memory - OTHER_SHARED_MEMORY - queries
+    room = request.device.shared_memory - OTHER_SHARED_BYTES - queries
     return replace(config, block_n=block_n, num_stages=min(8, room // (2 * block_n * (columns + columns_v))))
 
 
@@ -241,12 +242,12 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)
     if is_wide(request.spec):
-        few_rows = SOME_ROWS if is_widest(request.spec) else FEW_ROWS
+        few_rows = MAX_MEMORY_BOUND_ROWS if is_widest(request.spec) else PORTABLE_TILE_ROWS
         suits = request.rows_per_seq > few_rows and 2 * request.keys_seen > costs.short_context
     else:
-        has_rows = request.rows_per_seq > SOME_ROWS and not request.is_ragged
+        has_rows = request.rows_per_seq > MAX_MEMORY_BOUND_ROWS and not request.is_ragged
         fills_tile = 8 * request.bounds.max_query_len >= 7 * config.block_t
-        has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= LEAST_SPLIT_OF_CHUNK)
+        has_keys = not is_short(request, costs) or (is_chunk(request) and request.keys_seen >= MIN_SPLIT_CHUNK_KEYS)
         suits = (has_rows or fills_tile) and has_keys
     if not suits or num_work_tiles == 0 or (request.is_ragged and 2 * num_work_tiles > device.num_sms):
         return 1
@@ -274,11 +275,11 @@ def splits_in_rounds(num_work_tiles: int, num_sms: int, keys: int, splits: int, 
     """
 
     def keys_in_time(number: int) -> float:
-        cost = CUT_OVERHEAD + (KEYS_OF_PARTIAL if number > 1 else 0)
+        cost = CUT_OVERHEAD + (PARTIAL_COST_KEYS if number > 1 else 0)
         return cdiv(num_work_tiles * number, num_sms) * (keys / number + cost)
 
     best = min(range(splits, most + 1), key=keys_in_time, default=splits)
-    return best if keys_in_time(best) <= MOST_TIME_OF_ROUNDS * keys_in_time(splits) else splits
+    return best if keys_in_time(best) <= MAX_TIME_RATIO_OF_ROUNDS * keys_in_time(splits) else splits
 
 
 def choose_section(launch: HopperLaunch, costs: CostModel) -> int | None:
@@ -337,14 +338,15 @@ def loads_more(request: Request, costs: CostModel) -> bool:
     if bounds.max_seq_len <= 4 * costs.short_context:
         return not may_be_chunks(request)
     queries, num_tokens = tree.power_of_two(bounds.max_query_len), tree.power_of_two(bounds.num_tokens)
-    few_queries = MOST_DECODE * num_tokens <= queries * tree.power_of_two(request.num_seqs)
-    return few_queries and rows_for_each(request) <= ROWS_OF_ONE and bounds.max_seq_len <= 16 * costs.short_context
+    few_queries = MIN_SEQS_PER_LONG_SEQ * num_tokens <= queries * tree.power_of_two(request.num_seqs)
+    few_rows = rows_for_each(request) <= MAX_ROWS_OF_ONE_WARPGROUP
+    return few_queries and few_rows and bounds.max_seq_len <= 16 * costs.short_context
 
 
 def has_few_queries(request: Request) -> bool:
     """Return whether sequences have few queries on average, as where many of them decode."""
     num_tokens, num_seqs = tree.power_of_two(request.bounds.num_tokens), tree.power_of_two(request.num_seqs)
-    return num_tokens <= MOST_OF_APART * num_seqs
+    return num_tokens <= MAX_MEAN_QUERIES_SPLIT_BY_TOKENS * num_seqs
 
 
 def rows_for_each(request: Request) -> float:
@@ -357,11 +359,11 @@ def may_be_chunks(request: Request) -> bool:
     """Return whether most sequences of a ragged batch seem to be chunks on long contexts.
 
     They do if there are more than four times as many keys as queries, and if the sequences besides the longest have
-    more than MOST_OF_OTHERS queries on average. All numbers are rounded up to powers of two first.
+    more than MAX_MEAN_DECODE_QUERIES queries on average. All numbers are rounded up to powers of two first.
     """
     bounds = request.bounds
     queries, num_tokens = tree.power_of_two(bounds.max_query_len), tree.power_of_two(bounds.num_tokens)
-    others = MOST_OF_OTHERS * tree.power_of_two(request.num_seqs)
+    others = MAX_MEAN_DECODE_QUERIES * tree.power_of_two(request.num_seqs)
     return num_tokens > others + queries and tree.power_of_two(bounds.max_seq_len) > 4 * queries
 
 
@@ -378,7 +380,7 @@ def serves_decoding(launch: HopperLaunch, costs: CostModel) -> bool:
     """
     request, spec = launch.request, launch.request.spec
     is_balanced = launch.config.num_warpgroups == 1 or request.bounds.max_seq_len <= 4 * costs.short_context
-    is_balanced = is_balanced or rows_for_each(request) <= ROWS_OF_TWO
+    is_balanced = is_balanced or rows_for_each(request) <= MAX_ROWS_WITHOUT_DECODE_LAUNCH
     if is_wide(spec) and spec.head_dim != tree.padded(spec.head_dim):
         is_balanced = True  # the portable kernels multiply more columns than there are
     loads_once = launch.heads == spec.group_size and spec.kv_dtype is spec.dtype

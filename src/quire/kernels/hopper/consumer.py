@@ -4,225 +4,141 @@ The loops over tiles are in `attend.py` and `capped.py`. `results.py` normalises
 of a row block are cut, `partials.py` does.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gluon.pipeline import pieces_of
 from quire.kernels.hopper.attend import attend_work_tile, attend_work_tile_in_fp8, attend_work_tile_in_splits
 from quire.kernels.hopper.capped import attend_capped_work_tile
+from quire.kernels.hopper.config import rows_of_warpgroup
 from quire.kernels.hopper.convert import quantize_queries
-from quire.kernels.hopper.operands import columns_of_scores, keys_of, layout_of_out, layout_of_scores, queries_of
+from quire.kernels.hopper.operands import State, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
-from quire.kernels.hopper.pipeline import THREADS, consumer_release, consumer_wait, pieces_of, release_unread
 from quire.kernels.hopper.products import addresses_of_queries
-from quire.kernels.hopper.results import computed_here, finish, load_of_heads, tokens_of_rows
+from quire.kernels.hopper.results import finish
 from quire.kernels.hopper.softcap import is_capped
-from quire.kernels.hopper.softmax import scaled
+from quire.kernels.hopper.softmax import Products, Sight, scaled
 from quire.kernels.hopper.work_tile import ROWS, load_intervals, read_cut, read_range, read_work_tile
 
 
-class Scoring(NamedTuple):
-    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
-
-    scale: Any
-    k_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
-    softcap: Any
-    window_left: Any
-    window_right: Any
-    slopes_ptr: Any  # [num_q_heads], or None
-    key_begin: Any  # [num_tokens] int32, the intervals that take the place of the window; None, like the next
-    key_end: Any
-
-
-class Sight(NamedTuple):
-    """The intervals of keys that a warpgroup's rows see."""
-
-    first: Any  # [ROWS] int32
-    last: Any  # [ROWS] int32, less than the first of a row that sees nothing
-    full_start: Any  # the keys that every row of the work tile sees
-    full_stop: Any
-
-
 @gluon.jit
-def consume(
-    wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_T: gl.constexpr, HEADS: gl.constexpr,
-    BLOCK_N: gl.constexpr, SCORE_MOD: gl.constexpr, FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr,
-    KV_BOX: gl.constexpr, APART: gl.constexpr,
-):  # fmt: skip
-    """Attend to work tiles until there are none left. Each consumer warpgroup runs this.
-
-    With APART, each warpgroup has half of a row block's tokens, from FIRST_TOKEN on. Of a decoding sequence, the second
-    one has none. Otherwise they share tokens, and this one has the rows of the work tile from FIRST_ROW on.
-    """
-    element: gl.constexpr = k_pipe.tiles.dtype
-    OF_SCORES: gl.constexpr = layout_of_scores(BLOCK_N, depth_of(element))
-    FIRST_ROW: gl.constexpr = 0 if APART else wg * ROWS
-    TOKENS: gl.constexpr = BLOCK_T // 2 if APART else BLOCK_T  # rows of a head
-    FIRST_TOKEN: gl.constexpr = wg * TOKENS if APART else 0
-    ALL_OWNED: gl.constexpr = q_pipe.tiles.shape[1] == HEADS * BLOCK_T
-    OWNED: gl.constexpr = None if ALL_OWNED else HEADS * TOKENS  # rows of queries; others are not written
-    RELEASES: gl.constexpr = releases_of_warpgroup(SCORE_MOD, element.primitive_bitwidth == 8)
-    rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, OF_SCORES))
-    cols = columns_of_scores(BLOCK_N, OF_SCORES)
+def consume(WG: gl.constexpr, memory, scoring, outputs, config):
+    """Attend to work tiles until there are none left. Each consumer warpgroup runs this."""
+    own = rows_of_warpgroup(WG, memory, config)
     work_i = 0
     tile_i = 0
-    stage = consumer_wait(q_pipe, work_i)
-    work = read_work_tile(published, stage, FIRST_TOKEN)
+    stage = memory.q.wait(work_i)
+    work = read_work_tile(memory.published, stage, own.FIRST_TOKEN)
     while work.q_len > 0:
         is_idle = False
-        if APART and wg == 1:
+        if config.SPLIT_BY_TOKENS and WG == 1:
             is_idle = work.token >= work.q_len
         if is_idle:
-            tile_i = pass_work_tile(q_pipe, k_pipe, v_pipe, work_i, tile_i, work.num_tiles, RELEASES)
+            tile_i = pass_work_tile(memory, work_i, tile_i, work.num_tiles, config)
         else:
-            tile_i = consume_work_tile(
-                wg, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale, work, stage, work_i, tile_i,
-                rows, cols, GROUP, HEAD_DIM, HEAD_DIM_V, FIRST_TOKEN, FIRST_ROW, TOKENS, OWNED, HEADS, SCORE_MOD,
-                FIXED_SPLIT, PARTS, KV_BOX,
-            )  # fmt: skip
+            tile_i = consume_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, config)
         work_i += 1
-        stage = consumer_wait(q_pipe, work_i)
-        work = read_work_tile(published, stage, FIRST_TOKEN)
+        stage = memory.q.wait(work_i)
+        work = read_work_tile(memory.published, stage, own.FIRST_TOKEN)
 
 
 @gluon.jit
-def consume_work_tile(
-    wg: gl.constexpr, q_pipe, k_pipe, v_pipe, published, scoring, outputs, stride_scale, work, stage, work_i, tile_i,
-    rows, cols, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_TOKEN: gl.constexpr,
-    FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr, HEADS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    FIXED_SPLIT: gl.constexpr, PARTS: gl.constexpr, KV_BOX: gl.constexpr,
-):  # fmt: skip
+def consume_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, config):
     """Attend to the tiles of the work_i-th work tile, from the tile_i-th on, and write the results.
 
-    Return how many tiles there were so far. The constants are those of `consume`.
+    Return how many tiles there were so far.
     """
-    WARPGROUPS: gl.constexpr = q_pipe.tiles.shape[1] // ROWS
-    element: gl.constexpr = k_pipe.tiles.dtype
-    FP8_MMA: gl.constexpr = element.primitive_bitwidth == 8
-    OF_SCORES: gl.constexpr = layout_of_scores(keys_of(cols), depth_of(element))
-    # The only buffer of queries is released after the last product, so that the next queries arrive while results are
-    # written. Otherwise results are staged there, or the work tile is read once more after the loop. With the widest
-    # heads, there is no other shared memory left, through which threads would exchange results.
-    EARLY: gl.constexpr = (q_pipe.tiles.shape[0] == 1 and element.primitive_bitwidth == 16 and FIXED_SPLIT == 0) and (
-        scoring.key_begin is None and outputs.out_scale_ptr is None and HEAD_DIM <= 256
-    )
-    # Pairs of probabilities are rounded together where ptxas would swap their halves: in the first of two warpgroups,
-    # and in both where row blocks are cut or values have 65 to 127 columns. Elsewhere that is slower.
-    BOTH: gl.constexpr = outputs.partials is not None or (HEAD_DIM_V > 64 and HEAD_DIM_V < 128)
-    PACKED: gl.constexpr = WARPGROUPS == 2 and (BOTH or wg == 0) and scoring.k_scale_ptr is None
-    # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
-    IN_REGISTERS: gl.constexpr = HEAD_DIM <= 64 and WARPGROUPS == 2 and FIXED_SPLIT == 0 and not is_capped(SCORE_MOD)
-    slopes = None
-    if scoring.slopes_ptr is not None:
-        slopes = load_of_heads(scoring.slopes_ptr + work.head, rows, TOKENS, OWNED)
-    sight = None
-    if scoring.key_begin is not None:
-        sight = sight_of_rows(published, stage, work, rows, scoring, TOKENS, OWNED)
-    scale = scoring.scale
-    if scoring.k_scale_ptr is not None:
-        scale *= gl.load(scoring.k_scale_ptr + work.head // GROUP * stride_scale)
-    if len(q_pipe.addresses) > 0:
-        q = addresses_of_queries(wg, q_pipe, stage)
-    elif element == q_pipe.tiles.dtype:
-        q = ()
-        for i in gl.static_range(len(pieces_of(HEAD_DIM, 16))):
-            piece = queries_of(wg, q_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
-            if IN_REGISTERS:
-                piece = piece.load(gl.DotOperandLayout(0, OF_SCORES, 2))
-            q = q + (piece,)
-    else:
-        converted, inverse_scale = quantize_queries(
-            q_pipe.tiles.index(stage), element, wg * ROWS, 7 if FP8_MMA else 14, OF_SCORES
-        )
-        q = (converted,)
-        scale *= inverse_scale
+    products = begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, config)
     cut = ()
-    if EARLY and outputs.partials is not None:
-        cut = read_cut(published, stage)
-    if FP8_MMA:
-        acc, m_i, l_i = attend_work_tile_in_fp8(
-            q[0], k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, OF_SCORES,
-            layout_of_out(HEAD_DIM_V, depth_of(element)), TOKENS, SCORE_MOD,
-        )  # fmt: skip
-        accs = (acc,)
-    elif FIXED_SPLIT > 0:
-        accs, m_i, l_i = attend_work_tile_in_splits(
-            q, k_pipe, v_pipe, tile_i, rows, cols, work, slopes, scale, scoring, OF_SCORES, HEAD_DIM, HEAD_DIM_V,
-            TOKENS, SCORE_MOD, FIXED_SPLIT,
-        )  # fmt: skip
-    elif is_capped(SCORE_MOD):
-        accs, m_i, l_i = attend_capped_work_tile(
-            q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, scale, scoring, q_pipe, work_i, OF_SCORES,
-            HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY, KV_BOX, PACKED,
-        )  # fmt: skip
+    if config.EARLY and config.CUT_SLOTS > 0:  # the next work tile replaces it once queries are released
+        cut = read_cut(memory.published, stage)
+    if memory.k.tiles.dtype.primitive_bitwidth == 8:
+        state = attend_work_tile_in_fp8(products, memory, config)
+    elif config.FIXED_SPLIT > 0:
+        state = attend_work_tile_in_splits(products, memory, config)
+    elif is_capped(config.SCORE_MOD):
+        # ptxas would swap the halves of rounded pairs in the first of two warpgroups, and in both where row blocks are
+        # cut or values have 65 to 127 columns. There an instruction rounds pairs; elsewhere that is slower.
+        BOTH: gl.constexpr = config.CUT_SLOTS > 0 or (config.HEAD_DIM_V > 64 and config.HEAD_DIM_V < 128)
+        PACKED: gl.constexpr = config.WARPGROUPS == 2 and (BOTH or own.WG == 0) and scoring.k_scale_ptr is None
+        state = attend_capped_work_tile(products, memory, config, PACKED)
     else:
-        if OWNED is not None:  # whatever rows without queries hold, their maxima stay
-            scale = gl.where(rows < OWNED, scale, 0.0)
-        accs, m_i, l_i = attend_work_tile(
-            q, k_pipe, v_pipe, tile_i, rows, cols, work, sight, slopes, scale, scoring, q_pipe, work_i, OF_SCORES,
-            HEAD_DIM, HEAD_DIM_V, TOKENS, SCORE_MOD, EARLY,
-        )  # fmt: skip
-    if scoring.key_begin is not None or outputs.out_scale_ptr is not None:  # registers are scarce in the loop
-        work, rows = read_work_tile(published, stage, FIRST_TOKEN), computed_here(rows)
+        state = attend_work_tile(products, memory, config)
+    if config.INTERVALS or outputs.out_scale_ptr is not None:  # registers are scarce in the loop
+        work, own = read_work_tile(memory.published, stage, own.FIRST_TOKEN), own.computed_here()
     if outputs.v_scale_ptr is not None:
-        accs = scaled(accs, gl.load(outputs.v_scale_ptr + work.head // GROUP * stride_scale))
-    if outputs.partials is None:
-        finish(
-            wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED,
-            FIXED_SPLIT > 0, PARTS, EARLY,
-        )  # fmt: skip
+        v_scale = gl.load(outputs.v_scale_ptr + work.head // config.GROUP * outputs.stride_scale)
+        state = State(scaled(state.accs, v_scale), state.m_i, state.l_i)
+    if config.CUT_SLOTS == 0:
+        finish(state, own, memory, work, work_i, outputs, config)
     else:
-        if not EARLY:
-            cut = read_cut(published, stage)
+        if not config.EARLY:
+            cut = read_cut(memory.published, stage)
         if cut.shift == 0:
-            finish(
-                wg, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED, False,
-                PARTS, EARLY,
-            )  # fmt: skip
+            finish(state, own, memory, work, work_i, outputs, config)
         else:
-            if not EARLY:
-                consumer_release(q_pipe, work_i)
-            is_last = store_and_arrive(
-                outputs.partials, outputs.arrivals, cut, work, wg, accs, m_i, l_i, HEAD_DIM_V, WARPGROUPS, FIRST_ROW,
-                TOKENS, OWNED,
-            )  # fmt: skip
-            if is_last:
-                combine_and_write(outputs, cut, work, wg, HEAD_DIM_V, WARPGROUPS, FIRST_ROW, TOKENS, HEADS, PARTS)
+            if not config.EARLY:
+                memory.q.release(work_i)
+            if store_and_arrive(state, own, work, cut, outputs, config):
+                combine_and_write(own, work, cut, outputs, config)
     return tile_i + work.num_tiles
 
 
 @gluon.jit
-def pass_work_tile(q_pipe, k_pipe, v_pipe, work_i, tile_i, num_tiles, RELEASES: gl.constexpr):
+def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, config):
+    """Return the work tile's Products, with its queries as operands."""
+    element: gl.constexpr = memory.k.tiles.dtype
+    # Queries of narrow heads: 0.987 to 1.003 of the time in 13 cases (NVIDIA H200, 2026-11-26).
+    IN_REGISTERS: gl.constexpr = (config.HEAD_DIM <= 64 and config.WARPGROUPS == 2) and (
+        config.FIXED_SPLIT == 0 and not is_capped(config.SCORE_MOD)
+    )
+    slopes = None
+    if scoring.slopes_ptr is not None:
+        slopes = own.load_of_heads(scoring.slopes_ptr + work.head)
+    sight = None
+    if config.INTERVALS:
+        sight = sight_of_rows(memory.published, stage, work, own, scoring)
+    scale = scoring.scale
+    if scoring.k_scale_ptr is not None:
+        scale *= gl.load(scoring.k_scale_ptr + work.head // config.GROUP * outputs.stride_scale)
+    if len(memory.q.addresses) > 0:
+        q = addresses_of_queries(own.WG, memory.q, stage)
+    elif element == memory.q.tiles.dtype:
+        q = ()
+        PIECES: gl.constexpr = pieces_of(config.HEAD_DIM, 16)
+        for i in gl.static_range(len(PIECES)):
+            piece = queries_of(own.WG, memory.q, stage, PIECES[i][0], PIECES[i][1])
+            if IN_REGISTERS:
+                piece = piece.load(gl.DotOperandLayout(0, own.OF_SCORES, 2))
+            q = q + (piece,)
+    else:
+        PEAK: gl.constexpr = 7 if element.primitive_bitwidth == 8 else 14  # of e4m3, or of float16
+        converted, inverse_scale = quantize_queries(
+            memory.q.tiles.index(stage), element, own.WG * ROWS, PEAK, own.OF_SCORES
+        )
+        q = (converted,)
+        scale *= inverse_scale
+    return Products(q, work, own, scoring, scale, slopes, sight, work_i, tile_i)
+
+
+@gluon.jit
+def pass_work_tile(memory, work_i, tile_i, num_tiles, config):
     """Release what was loaded for a work tile as it arrives, and return what `consume_work_tile` does."""
-    consumer_release(q_pipe, work_i)
+    memory.q.release(work_i)
     for i in range(tile_i, tile_i + num_tiles):
-        consumer_wait(k_pipe, i)
-        release_unread(k_pipe, i, RELEASES)
-        consumer_wait(v_pipe, i)
-        release_unread(v_pipe, i, RELEASES)
+        memory.k.wait(i)
+        memory.k.release_unread(i, config.RELEASES)
+        memory.v.wait(i)
+        memory.v.release_unread(i, config.RELEASES)
     return tile_i + num_tiles
 
 
 @gluon.jit
-def sight_of_rows(published, stage, work, rows, scoring, TOKENS: gl.constexpr, OWNED: gl.constexpr):
+def sight_of_rows(published, stage, work, own, scoring):
     """Return the intervals that the rows of a work tile see."""
-    tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
+    tokens = own.tokens_of(work, own.rows)
     begin, end = load_intervals(
         scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
     )
     keys = read_range(published, stage)
     return Sight(begin, end - 1, keys.full_start, keys.full_stop)
-
-
-@gluon.constexpr_function
-def depth_of(element):
-    """Return the columns of one tensor-core instruction for numbers of this type."""
-    return 256 // element.primitive_bitwidth
-
-
-@gluon.constexpr_function
-def releases_of_warpgroup(score_mod, fp8_mma):
-    """Return how many arrivals of a consumer warpgroup release a tile: one, or one of each thread."""
-    return 1 if is_capped(score_mod) or fp8_mma else THREADS.value

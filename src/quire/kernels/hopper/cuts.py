@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.hopper.launch import CUT_OVERHEAD
 
 LEAST_KEYS = gl.constexpr(512)  # a row block of at most this many keys is not cut
@@ -73,6 +73,7 @@ def cut_sequences(
         CUT_SLOTS: slots for partials.
     """
     IN_ORDER: gl.constexpr = gl.BlockedLayout([counts.shape[0] // 32], [32], [gl.num_warps()], [0])
+    # A split shorter than LEAST_KEYS takes longer to combine than it saves.
     share = gl.maximum(work // gl.num_programs(0), LEAST_KEYS // BLOCK_N)
     shift = gl.where(tiles > share, 1, 0) + gl.where(tiles > 2 * share, 1, 0) + gl.where(tiles > 4 * share, 1, 0)
     longer = gl.where(tiles > 8 * share, 1, 0) + gl.where(tiles > 16 * share, 1, 0)
@@ -87,7 +88,7 @@ def cut_sequences(
     shift = gl.where((counts > 0) & (num_cut <= CUT_SLOTS), shift, 0)
     num_cut = gl.where(shift > 0, num_cut, 0)
     needed = gl.convert_layout((num_cut << shift) * work_tiles_each, IN_ORDER)
-    needed = gl.where(needed <= CUT_SLOTS, needed, 0)
+    needed = gl.where(needed <= CUT_SLOTS, needed, 0)  # so that no sum of them wraps around
     stop = gl.convert_layout(gl.associative_scan(needed, 0, add), counts.type.layout)
     needed = gl.convert_layout(needed, counts.type.layout)
     fits = (needed > 0) & (stop <= CUT_SLOTS)

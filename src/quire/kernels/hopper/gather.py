@@ -12,19 +12,9 @@ begin at any row of a page.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from quire.kernels.hopper.pipeline import (
-    buffers_of,
-    bytes_of_tile,
-    commit_copies,
-    expect_box,
-    load_rows,
-    producer_acquire,
-)
-
-# This was renamed after Triton 3.6.
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from quire.kernels.gluon.compat import copy_async
+from quire.kernels.gluon.pipeline import load_rows
 
 WARPS = gl.constexpr(4)  # of a producer that gathers
 
@@ -49,23 +39,21 @@ def load_pages_of_rows(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def gather_tile(
-    source, head, pipe, i, pages, pos, stride_page, stride_slot, stride_head,
-    WIDTH: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+def gather_tile(stored, source, head, i, pages, pos, PAGE_SIZE: gl.constexpr):
     """Begin to copy a tile to the i-th use of a pipeline, once that is free.
 
     Args:
-        source: points to head 0 in slot 0 of page 0.
+        stored: the keys or values, a `producer.Stored`.
+        source: points to the first column to load of head 0 in slot 0 of page 0.
         head: the KV head.
-        pipe: the pipeline.
         i: the use.
         pages: of the rows; -1 for rows of zeros.
         pos: position of the first row.
-        stride_page, stride_slot, stride_head: of the cache, in elements.
-        WIDTH: columns of the head. Further columns of the tile are filled with zeros.
         PAGE_SIZE: slots of a page.
+
+    Columns of the tile behind those of the head are filled with zeros.
     """
+    pipe = stored.pipe
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
     VEC: gl.constexpr = 128 // pipe.tiles.dtype.primitive_bitwidth  # divides the strides: see `matrices_of_cache`
     LAYOUT: gl.constexpr = layout_of_copies(pipe.tiles)
@@ -75,13 +63,13 @@ def gather_tile(
     else:
         slots = (pos + rows) % PAGE_SIZE
     # In units of 16 bytes, int32 suffices. Multiplied by VEC, the compiler knows that they are such units.
-    head_ptr = source + (head * (stride_head // VEC)).to(gl.int64) * VEC
-    offsets = (pages * (stride_page // VEC) + slots * (stride_slot // VEC)).to(gl.int64) * VEC
-    stage = producer_acquire(pipe, i)
-    buffers = buffers_of(pipe, stage)
+    head_ptr = source + (head * (stored.stride_head // VEC)).to(gl.int64) * VEC
+    offsets = (pages * (stored.stride_page // VEC) + slots * (stored.stride_slot // VEC)).to(gl.int64) * VEC
+    stage = pipe.acquire(i)
+    buffers = pipe.buffers(stage)
     for at in gl.static_range(len(buffers)):
-        gather_columns(buffers[at], head_ptr, offsets, pages >= 0, at * pipe.tiles.shape[2], WIDTH, LAYOUT)
-    commit_copies(pipe, stage)
+        gather_columns(buffers[at], head_ptr, offsets, pages >= 0, at * pipe.tiles.shape[2], stored.WIDTH, LAYOUT)
+    pipe.commit_copies(stage)
 
 
 @gluon.jit
@@ -96,13 +84,14 @@ def gather_columns(buffer, head_ptr, offsets, visible, FIRST: gl.constexpr, WIDT
 
 
 @gluon.jit
-def load_places(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr, HAS_BOXES: gl.constexpr):
+def load_places(row, stored, pos, stop, kv_low, PAGE_SIZE: gl.constexpr):
     """Load the pages of the rows of a tile, which begins at position `pos`.
 
     Returns:
-        The page of each row, as `load_pages_of_rows` does. With HAS_BOXES, whether TMA loads the tile, and its page.
+        The page of each row, as `load_pages_of_rows` does. With `tile_desc`, whether TMA loads the tile, and its page.
     """
-    if not HAS_BOXES:
+    pipe = stored.pipe
+    if stored.tile_desc is None:
         return (load_pages_of_rows(row, pipe, pos, stop, kv_low, PAGE_SIZE),)
     else:
         BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
@@ -113,40 +102,37 @@ def load_places(row, pipe, pos, stop, kv_low, PAGE_SIZE: gl.constexpr, HAS_BOXES
 
 
 @gluon.jit
-def begin_tile(
-    source, desc, head, pipe, i, places, pos, stride_page, stride_slot, stride_head, first_column,
-    WIDTH: gl.constexpr, PAGE_SIZE: gl.constexpr,
-):  # fmt: skip
+def begin_tile(stored, head, i, places, pos, first_column, PAGE_SIZE: gl.constexpr):
     """Begin to load a tile to the i-th use of a pipeline, once that is free.
 
     Args:
-        source: points to head 0 in slot 0 of page 0.
-        desc: TMA descriptor whose boxes have a tile's rows, or None.
         places: what `load_places` returned.
         first_column: the head's first column to load.
     The others are those of `gather_tile`.
     """
-    VEC: gl.constexpr = 128 // pipe.tiles.dtype.primitive_bitwidth
-    source += first_column // VEC * VEC  # it is a multiple, as the compiler then knows
-    if desc is None:
-        gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
+    VEC: gl.constexpr = 128 // stored.pipe.tiles.dtype.primitive_bitwidth
+    source = stored.source + first_column // VEC * VEC  # it is a multiple, as the compiler then knows
+    if stored.tile_desc is None:
+        gather_tile(stored, source, head, i, places[0], pos, PAGE_SIZE)
     else:
         if places[1]:
             # The head's row and column in the TMA matrix are as in `produce`.
-            row = places[2] * (stride_page // stride_slot) + head * (stride_head // stride_slot) + pos % PAGE_SIZE
-            column = stride_head % stride_slot
-            if len(desc.block_shape) == 3:  # heads are a dimension
+            row = places[2] * (stored.stride_page // stored.stride_slot)
+            row = row + head * (stored.stride_head // stored.stride_slot) + pos % PAGE_SIZE
+            column = stored.stride_head % stored.stride_slot
+            if len(stored.tile_desc.block_shape) == 3:  # heads are a dimension
                 column = (column > 0).to(gl.int32)
-            load_box(desc, row, head * column, first_column, pipe, i)
+            load_box(stored, row, head * column, first_column, i)
         else:
-            gather_tile(source, head, pipe, i, places[0], pos, stride_page, stride_slot, stride_head, WIDTH, PAGE_SIZE)
+            gather_tile(stored, source, head, i, places[0], pos, PAGE_SIZE)
 
 
 @gluon.jit
-def load_box(desc, row, head, first_column, pipe, i):
+def load_box(stored, row, head, first_column, i):
     """Begin to load a tile by TMA, as one box."""
+    pipe = stored.pipe
     BLOCK_N: gl.constexpr = pipe.tiles.shape[1]
-    stage = producer_acquire(pipe, i)
-    expect_box(pipe, stage, bytes_of_tile(pipe.tiles, pipe.more, pipe.empty))
-    buffers = buffers_of(pipe, stage)
-    load_rows(desc, row, head, pipe.full.index(stage), buffers, BLOCK_N, 0, BLOCK_N, 0, first_column)
+    stage = pipe.acquire(i)
+    pipe.expect_tile(stage)
+    buffers = pipe.buffers(stage)
+    load_rows(stored.tile_desc, row, head, pipe.full.index(stage), buffers, BLOCK_N, 0, BLOCK_N, 0, first_column)

@@ -15,21 +15,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.addresses import mark_shared_memory
-from quire.kernels.hopper.consumer import Scoring, consume, releases_of_warpgroup
+from quire.kernels.hopper.config import Config, releases_early, releases_of_warpgroup
+from quire.kernels.hopper.consumer import consume
 from quire.kernels.hopper.convert import convert
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
-from quire.kernels.hopper.pipeline import make_pipeline
-from quire.kernels.hopper.producer import produce
+from quire.kernels.hopper.memory import allocate, allocate_stored
+from quire.kernels.hopper.producer import Sources, produce
 from quire.kernels.hopper.results import Outputs
-from quire.kernels.hopper.tile_scheduler import SEQS, Batch
-from quire.kernels.hopper.work_tile import ROWS, WORDS
+from quire.kernels.hopper.softmax import Scoring
+from quire.kernels.hopper.tile_scheduler import Batch, Division
 from quire.kernels.primitives import in_units
 
 
 @gluon.constexpr_function
+def registers_of_one(gathers):
+    """Return the registers of a thread of the producer, where one consumer warpgroup is the first partition."""
+    return [72 if gathers else 56]
+
+
+@gluon.constexpr_function
 def registers_of_two(gathers, more, columns_v):
-    """Return the registers of a thread of the second consumer warpgroup and of the producer."""
+    """Return the registers of a thread of the second consumer warpgroup and of the producer.
+
+    Consumers can spare more registers for the producer, unless they have two accumulators. One of intervals needs them.
+    """
     if gathers:
         return [232, 48] if columns_v > 192 else [216, 72]
     return [224, 56] if more else [232, 40]
@@ -91,116 +100,65 @@ def hopper_kernel(
     PARTS: gl.constexpr,  # parts of the values' columns; a work tile has one of them, of HEAD_DIM_V columns
     CUT_SLOTS: gl.constexpr,  # slots for partials of row blocks that are cut by keys; 0: none is cut
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
-    APART: gl.constexpr,  # each of two warpgroups has half of a row block's tokens, else half of the rows
+    SPLIT_BY_TOKENS: gl.constexpr,  # each of two warpgroups has half of a row block's tokens, else half of the rows
     PIECES: gl.constexpr,  # products with values are those of `products.py`, as all are if BLOCK_N is no power of two
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
     if (max_decode_queries > 0) | (num_splits > 1):
         gdc_launch_dependents()
-    COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
-    COLUMNS_V: gl.constexpr = (HEAD_DIM_V + 63) // 64 * 64
-    IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
-    V_IN_PIECES: gl.constexpr = PIECES or IN_PIECES
-    if V_IN_PIECES:
-        mark_shared_memory()
-    q_pipe = make_pipeline(q_desc.dtype, WARPGROUPS * ROWS, COLUMNS, Q_STAGES, WARPGROUPS, 0, IN_PIECES)
-    GATHERS: gl.constexpr = KV_BOX == 0
-    STORED: gl.constexpr = k_source.dtype.element_ty if GATHERS else k_source.dtype
+    STORED: gl.constexpr = k_source.dtype.element_ty if KV_BOX == 0 else k_source.dtype
     NUMBER: gl.constexpr = STORED if QUANTISED_STAGES == 0 or FP8_MMA else gl.float16
-    PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 1
-    COPYING_WARPS: gl.constexpr = GATHER_WARPS if GATHERS else 0
-    K_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 or FP8_MMA else 0
-    V_COPYING_WARPS: gl.constexpr = COPYING_WARPS if QUANTISED_STAGES == 0 else 0
-    RELEASES: gl.constexpr = WARPGROUPS * releases_of_warpgroup(SCORE_MOD, FP8_MMA)
-    k_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS, STAGES, RELEASES, K_COPYING_WARPS, IN_PIECES, IN_PIECES)
-    if FP8_MMA:
-        v_pipe = make_pipeline(NUMBER, COLUMNS_V, BLOCK_N, STAGES, RELEASES)
-    else:
-        v_pipe = make_pipeline(NUMBER, BLOCK_N, COLUMNS_V, STAGES, RELEASES, V_COPYING_WARPS, V_IN_PIECES, V_IN_PIECES)
-    published = gl.allocate_shared_memory(gl.int32, [Q_STAGES * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     INTERVALS: gl.constexpr = kv.key_begin is not None
-    # Consumers can spare registers for the producer, unless they have two accumulators. One of intervals needs them.
-    MORE_REGISTERS: gl.constexpr = INTERVALS or FIXED_SPLIT == 0
-    places = published
-    if not INTERVALS:  # of sequences in the order of work tiles
-        PLACES: gl.constexpr = 4 if CUT_SLOTS > 0 else 2
-        places = gl.allocate_shared_memory(gl.int32, [PLACES, SEQS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    config = Config(
+        NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SCORE_MOD, WARPGROUPS, BLOCK_T, HEADS, BLOCK_N,
+        STAGES, Q_STAGES, QUANTISED_STAGES, FP8_MMA, KV_BOX, FIXED_SPLIT, PARTS, CUT_SLOTS, MIXED, SPLIT_BY_TOKENS,
+        PIECES, INTERVALS, releases_of_warpgroup(SCORE_MOD, FP8_MMA),
+        releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM),
+    )  # fmt: skip
+    memory, places = allocate(q_desc.dtype, NUMBER, config)
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
-        out_ptr,
-        out_scale_ptr,
-        lse_ptr,
-        sinks_ptr,
-        v_scale_ptr,
-        stride_out_token,
-        stride_out_head,
-        stride_lse,
-        num_splits,
-        last_part,
-        partials,
-        arrivals,
-    )
+        out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse,
+        num_splits, last_part, partials, arrivals, kv.scale_head,
+    )  # fmt: skip
+    sources = Sources(q_desc, k_source, v_source, k_tile_desc, v_tile_desc)
     batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right)
-    # The argument lists are repeated, since constexprs in a tuple stay constexprs only if the tuple is written in the
-    # call of `warp_specialize`.
+    division = Division(tile_counter, num_splits, section, stride_table, last_part, outputs.lse_ptr, stride_lse)
+    # The lists after the functions: warps and registers of all but the first.
+    PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if KV_BOX == 0 else 1
     if WARPGROUPS == 1:
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
-                (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
+                (consume, (0, memory, scoring, outputs, config)),
+                (produce, (memory, places, sources, batch, division, config)),
             ],
             [PRODUCER_WARPS],
-            [72 if GATHERS else 56],
-        )  # fmt: skip
+            registers_of_one(KV_BOX == 0),
+        )
     elif QUANTISED_STAGES == 0:
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
-                (consume, (
-                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
-                (produce, (
-                    q_pipe, k_pipe, v_pipe, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
+                (consume, (0, memory, scoring, outputs, config)),
+                (consume, (1, memory, scoring, outputs, config)),
+                (produce, (memory, places, sources, batch, division, config)),
             ],
             [4, PRODUCER_WARPS],
-            registers_of_two(GATHERS, MORE_REGISTERS, HEAD_DIM_V),
-        )  # fmt: skip
+            registers_of_two(KV_BOX == 0, INTERVALS or FIXED_SPLIT == 0, HEAD_DIM_V),
+        )
     else:
-        k_raw = k_pipe
-        if not FP8_MMA:
-            k_raw = make_pipeline(STORED, BLOCK_N, COLUMNS, QUANTISED_STAGES, 1, COPYING_WARPS)
-        v_raw = make_pipeline(STORED, BLOCK_N, COLUMNS_V, QUANTISED_STAGES, 1, COPYING_WARPS)
+        stored = allocate_stored(memory, STORED, config)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (
-                    0, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
-                (consume, (
-                    1, q_pipe, k_pipe, v_pipe, published, scoring, outputs, kv.scale_head, GROUP, HEAD_DIM, HEAD_DIM_V,
-                    BLOCK_T, HEADS, BLOCK_N, SCORE_MOD, FIXED_SPLIT, PARTS, KV_BOX, APART)),
-                (convert, (k_raw, v_raw, k_pipe, v_pipe, q_pipe, published, window_left, window_right, INTERVALS)),
-                (produce, (
-                    q_pipe, k_raw, v_raw, published, places, q_desc, k_source, v_source, k_tile_desc, v_tile_desc,
-                    batch, tile_counter, num_splits, section, stride_table, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_T, HEADS, BLOCK_N, PAGE_SIZE, KV_BOX, FIXED_SPLIT > 0, PARTS, CUT_SLOTS,
-                    MIXED, APART, last_part, outputs.lse_ptr, stride_lse)),
+                (consume, (0, memory, scoring, outputs, config)),
+                (consume, (1, memory, scoring, outputs, config)),
+                (convert, (stored, memory, batch, config)),
+                (produce, (stored, places, sources, batch, division, config)),
             ],
             [4, 4, PRODUCER_WARPS],
-            registers_of_three(GATHERS, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),
-        )  # fmt: skip
+            registers_of_three(KV_BOX == 0, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),
+        )

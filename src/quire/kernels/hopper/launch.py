@@ -12,19 +12,19 @@ from quire.cache import PagedKVCache
 from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
 from quire.spec import AttentionSpec
 
-WIDE = 128  # columns of a head, beyond which the portable kernels are slow
-LONG = 1024  # keys that a query may see, beyond which further tensor maps are worth the time to fetch them
-CUT_FROM = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
-MOST_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`cuts.py`)
+MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
+MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
+MIN_CUT_KEYS = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
+MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`cuts.py`)
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
-LARGEST_CAP_WITHOUT_MAXIMUM = 50.0
+MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
 CUT_OVERHEAD = 192  # keys that a row block could see in the time that a work tile takes for other things
 ROUNDS_OF_SPLITS = 4  # of programs with two consumer warpgroups, for whose states there is room; fewer of wide values
@@ -99,7 +99,7 @@ class HopperLaunch:
         row_blocks += tree.power_of_two(request.num_seqs) // 2
         work_tiles = row_blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
         share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
-        if tree.power_of_two(request.keys_seen) <= max(CUT_FROM, share):
+        if tree.power_of_two(request.keys_seen) <= max(MIN_CUT_KEYS, share):
             return 0
         return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
 
@@ -147,7 +147,7 @@ class HopperLaunch:
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid: the number that runs at once, or that of work tiles if it is smaller."""
         resident = self.request.device.num_sms * self.config.programs_per_sm
-        most_splits = MOST_SPLITS_OF_CUT if self.cut_slots else self.num_splits
+        most_splits = MAX_SPLITS_OF_CUT if self.cut_slots else self.num_splits
         return min(self.num_work_tiles(num_tokens) * most_splits, resident)
 
     @once
@@ -190,7 +190,7 @@ class HopperLaunch:
             "BLOCK_T": config.block_t, "HEADS": self.heads, "BLOCK_N": config.block_n, "STAGES": config.num_stages,
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
-            "APART": config.apart,
+            "SPLIT_BY_TOKENS": config.apart,
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 
@@ -220,12 +220,12 @@ class HopperLaunch:
     @property
     def is_long(self) -> bool:
         """Whether a query may see so many keys that further tensor maps are worth the time to fetch them."""
-        return self.request.keys_seen > LONG
+        return self.request.keys_seen > MAX_KEYS_WITHOUT_TILE_MAPS
 
     def config_of(self, cache: PagedKVCache) -> HopperConfig:
         """Return the configuration, with smaller tiles where boxes are small, or where most tiles can be one box."""
         smaller = self.config.with_smaller_tiles(more_stages=True)
-        has_smaller = page_box(cache) < MIN_BOX_OF_PIECES or lie_in_one_page(smaller.block_n, cache)
+        has_smaller = page_box(cache) < MIN_BOX_OF_PIECES or fits_one_box(smaller.block_n, cache)
         return smaller if has_smaller else self.config
 
     def boxes(self, cache: PagedKVCache) -> tuple[int, int]:
@@ -237,10 +237,10 @@ class HopperLaunch:
         block_n, box = self.config_of(cache).block_n, page_box(cache)
         if has_boxes(cache):
             even = block_n & -block_n  # a box is in one buffer
-            is_box = even == block_n and lie_in_one_page(block_n, cache)
+            is_box = even == block_n and fits_one_box(block_n, cache)
             return min(box, even), block_n if is_box and self.is_long else 0
         pays = is_wide(self.request.spec) and cache.dtype.itemsize == 2
-        return 0, block_n if lie_in_one_page(block_n, cache) and pays else 0
+        return 0, block_n if fits_one_box(block_n, cache) and pays else 0
 
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "HopperLaunch | PortableLaunch":
         """Return this launch, or its fallback if TMA cannot address the cache, or queries if they are given."""
@@ -284,27 +284,27 @@ def width_of_part(spec: AttentionSpec, parts: int) -> int:
     return spec.head_dim_v if parts == 1 else 64 * cdiv(spec.head_dim_v, 64 * parts)
 
 
-def lie_in_one_page(keys: int, cache: PagedKVCache) -> bool:
+def fits_one_box(keys: int, cache: PagedKVCache) -> bool:
     """Return whether most tiles of so many keys lie in one page, and have more rows than a box of the first kind."""
     return page_box(cache) < keys <= cache.page_size // 2
 
 
 def rounds_of_splits(head_dim_v: int) -> int:
     """Return the most rounds that splits of programs with two consumer warpgroups take."""
-    return max(1, ROUNDS_OF_SPLITS * WIDE // max(WIDE, head_dim_v))
+    return max(1, ROUNDS_OF_SPLITS * MAX_PORTABLE_HEAD_DIM // max(MAX_PORTABLE_HEAD_DIM, head_dim_v))
 
 
 def has_bounded_scores(spec: AttentionSpec) -> bool:
     """Return whether a softcap bounds scores so that the softmax needs no maximum (`capped.py`)."""
     least, most = CAPPED_SCALES
     cap = spec.softcap or 0.0
-    has_range = spec.kv_dtype == torch.bfloat16 and 0 < cap <= LARGEST_CAP_WITHOUT_MAXIMUM
+    has_range = spec.kv_dtype == torch.bfloat16 and 0 < cap <= MAX_CAP_WITHOUT_MAXIMUM
     return has_range and least <= abs(spec.softmax_scale) / cap <= most
 
 
 def is_wide(spec: AttentionSpec) -> bool:
     """Return whether the portable kernels pad heads to 256 columns or more, which makes them slow."""
-    return max(spec.head_dim, spec.head_dim_v) > WIDE
+    return max(spec.head_dim, spec.head_dim_v) > MAX_PORTABLE_HEAD_DIM
 
 
 def count_work_tiles(request: Request, config: HopperConfig, num_tokens: int) -> int:

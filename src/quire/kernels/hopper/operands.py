@@ -3,13 +3,29 @@
 Products are Gluon's, or those of `products.py` where Gluon has none of that size.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from quire.kernels.hopper.pipeline import piece_of, pieces_of
+from quire.kernels.gluon.pipeline import pieces_of
 from quire.kernels.hopper.products import PIECE, add_product, begin_scores, joined, layout_of_piece, num_pieces, pieces
 from quire.kernels.hopper.work_tile import ROWS
+
+
+class State(NamedTuple):
+    """The state of a warpgroup's rows over some keys, as in `states.py`."""
+
+    accs: Any  # a tuple of accumulators, one for each piece of the values' columns
+    m_i: Any  # [ROWS] float32: maximum, as a base-2 exponent
+    l_i: Any  # [ROWS] float32: sum of exponentials relative to it
+
+
+@gluon.constexpr_function
+def depth_of(element):
+    """Return the columns of one tensor-core instruction for numbers of this type."""
+    return 256 // element.primitive_bitwidth
 
 
 @gluon.constexpr_function
@@ -54,7 +70,7 @@ def keys_of(cols):
 @gluon.jit
 def queries_of(wg: gl.constexpr, q_pipe, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
     """Return COLUMNS columns of a warpgroup's queries in shared memory, from column FIRST on."""
-    return piece_of(q_pipe, stage, FIRST, COLUMNS).slice(wg * ROWS, ROWS)
+    return q_pipe.piece(stage, FIRST, COLUMNS).slice(wg * ROWS, ROWS)
 
 
 @gluon.constexpr_function
@@ -79,7 +95,7 @@ def empty_state(OF_SCORES: gl.constexpr, v_pipe, HEAD_DIM_V: gl.constexpr):
     COLUMNS: gl.constexpr = columns_of_accs(HEAD_DIM_V, len(v_pipe.addresses) > 0)
     accs = ()
     for i in gl.static_range(len(COLUMNS)):
-        accs = accs + (empty_acc(COLUMNS[i], 256 // v_pipe.tiles.dtype.primitive_bitwidth),)
+        accs = accs + (empty_acc(COLUMNS[i], depth_of(v_pipe.tiles.dtype)),)
     return accs, m_i, l_i
 
 
@@ -91,7 +107,7 @@ def multiply_keys(q, k_pipe, stage, zeros, HEAD_DIM: gl.constexpr):
     else:
         scores = zeros[0]
         for i in gl.static_range(len(q)):
-            k = piece_of(k_pipe, stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
+            k = k_pipe.piece(stage, pieces_of(HEAD_DIM, 16)[i][0], pieces_of(HEAD_DIM, 16)[i][1])
             scores = warpgroup_mma(q[i], k.permute((1, 0)), scores, use_acc=i > 0, is_async=True)
         return (scores,)
 
@@ -104,7 +120,7 @@ def multiply_values(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
     else:
         results = ()
         for i in gl.static_range(len(accs)):
-            v = piece_of(v_pipe, stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
+            v = v_pipe.piece(stage, pieces_of(HEAD_DIM_V, 64)[i][0], pieces_of(HEAD_DIM_V, 64)[i][1])
             operand = p[0]
             if i > 0:  # the same registers
                 operand = gl.convert_layout(p[0], gl.DotOperandLayout(0, accs[i].type.layout, 2))
@@ -142,7 +158,7 @@ def unpacked(p, element: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def operands_of(p, v_pipe, accs, KEYS: gl.constexpr):
-    """Return packed probabilities of KEYS keys (`steady.py`) as the operands of `multiply_values`."""
+    """Return packed probabilities of KEYS keys (`lazy_max.py`) as the operands of `multiply_values`."""
     parts = unpacked(p, v_pipe.tiles.dtype, KEYS)
     if len(v_pipe.addresses) > 0:
         return parts

@@ -13,11 +13,11 @@ rows, with few instructions. With columns unrolled, combining took up to 15 us l
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.addresses import barrier
-from quire.kernels.hopper.pipeline import THREADS, pieces_of
+from quire.kernels.gluon.compat import barrier
+from quire.kernels.gluon.pipeline import THREADS, pieces_of
+from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.hopper.products import pieces
-from quire.kernels.hopper.results import first_column_of, tokens_of_rows, with_sink
-from quire.kernels.hopper.softmax import lse_of_rows
+from quire.kernels.hopper.results import first_column_of, with_sink
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.panels import power_of_two
 from quire.kernels.states import as_stored
@@ -50,33 +50,24 @@ def partials_at_once(columns):
 
 
 @gluon.jit
-def store_and_arrive(
-    partials, arrivals, cut, work, wg: gl.constexpr, accs, m_i, l_i, HEAD_DIM_V: gl.constexpr,
-    WARPGROUPS: gl.constexpr, FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr,
-):  # fmt: skip
+def store_and_arrive(state, own, work, cut, outputs, config):
     """Store this warpgroup's partial and count its arrival; return whether all splits have arrived.
 
-    The last one sees what all others stored. It resets the counter to 0.
-
-    Args:
-        partials: [slots, WARPGROUPS, `size_of_partial`] float32 scratch.
-        arrivals: [slots, WARPGROUPS] int32, 0 between launches, of which those of first slots are used.
-        cut: how the row block is cut.
-        work: the work tile. Rows without a query are not stored.
-        wg: which warpgroup.
-        accs, m_i, l_i: the state.
+    The partials are [slots, WARPGROUPS, `size_of_partial`], and the arrivals, 0 between launches, are
+    [slots, WARPGROUPS], of which those of first slots are used. Rows without a query are not stored.
+    The last warpgroup sees what all others stored. It resets the counter to 0.
     """
-    SIZE: gl.constexpr = size_of_partial(HEAD_DIM_V)
-    COLUMNS: gl.constexpr = columns_of_partial(HEAD_DIM_V)
-    PIECES: gl.constexpr = pieces_of(HEAD_DIM_V, 64)
+    accs, m_i = state.accs, state.m_i
+    SIZE: gl.constexpr = size_of_partial(config.HEAD_DIM_V)
+    PIECES: gl.constexpr = pieces_of(config.HEAD_DIM_V, 64)
     rows = gl.arange(0, ROWS, m_i.type.layout)
-    ptr = partials + ((cut.first_slot + cut.split) * WARPGROUPS + wg) * SIZE
+    ptr = outputs.partials + ((cut.first_slot + cut.split) * config.WARPGROUPS + own.WG) * SIZE
     gl.store(ptr + rows, m_i)
-    gl.store(ptr + ROWS + rows, l_i)
+    gl.store(ptr + ROWS + rows, state.l_i)
     for i in gl.static_range(len(accs)):
-        store_columns(ptr + 2 * ROWS, accs[i], work, PIECES[i][0], COLUMNS, FIRST_ROW, TOKENS, OWNED)
+        store_columns(ptr + 2 * ROWS, accs[i], own, work, PIECES[i][0], columns_of_partial(config.HEAD_DIM_V))
     barrier()  # the stores of all threads come before the arrival, which one thread makes
-    counter = arrivals + (cut.first_slot * WARPGROUPS + wg)
+    counter = outputs.arrivals + (cut.first_slot * config.WARPGROUPS + own.WG)
     is_last = gl.atomic_add(counter, 1, sem="acq_rel") == (1 << cut.shift) - 1
     if is_last:
         gl.store(counter, 0)
@@ -84,10 +75,7 @@ def store_and_arrive(
 
 
 @gluon.jit
-def store_columns(
-    ptr, acc, work, FIRST: gl.constexpr, COLUMNS: gl.constexpr, FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr,
-    OWNED: gl.constexpr,
-):  # fmt: skip
+def store_columns(ptr, acc, own, work, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
     """Store an accumulator as the columns from FIRST on of [ROWS, COLUMNS] at `ptr`.
 
     A piece is a fixed number of bytes from the one before it, which is part of the instruction. Of an accumulator of
@@ -100,21 +88,22 @@ def store_columns(
     EACH: gl.constexpr = parts[0].shape[1]
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = gl.arange(0, EACH, gl.SliceLayout(0, LAYOUT))
-    owned = tokens_of_rows(work, FIRST_ROW + rows, TOKENS, OWNED) < work.q_len
+    owned = own.tokens_of(work, own.FIRST_ROW + rows) < work.q_len
     ptrs = (ptr + rows * COLUMNS)[:, None] + columns[None, :]
     for i in gl.static_range(len(parts)):
         gl.store(ptrs + (FIRST + i * EACH), parts[i], mask=owned[:, None])
 
 
 @gluon.jit
-def combine_and_write(
-    outputs, cut, work, wg: gl.constexpr, HEAD_DIM_V: gl.constexpr, WARPGROUPS: gl.constexpr, FIRST_ROW: gl.constexpr,
-    TOKENS: gl.constexpr, HEADS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+def combine_and_write(own, work, cut, outputs, config):
     """Combine the partials of this warpgroup's rows, and write the results.
 
     Only rows with a query are combined. Each head has `num_tokens` of them, and TOKENS rows.
     """
+    HEAD_DIM_V: gl.constexpr = config.HEAD_DIM_V
+    WARPGROUPS: gl.constexpr = config.WARPGROUPS
+    PARTS: gl.constexpr = config.PARTS
+    TOKENS: gl.constexpr = own.TOKENS
     PADDED: gl.constexpr = power_of_two(HEAD_DIM_V)
     LANES: gl.constexpr = lanes_of_row(PADDED)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -123,17 +112,17 @@ def combine_and_write(
     num_tokens = gl.minimum(work.q_len - work.token, TOKENS)
     # So many of the first ROWS rows have a query. Others are of the second of two warpgroups that share tokens.
     of_first = ROWS // TOKENS * num_tokens + gl.minimum(ROWS % TOKENS, num_tokens)
-    begin, end = 0, gl.minimum(of_first, HEADS * num_tokens)
-    if FIRST_ROW > 0:
-        begin, end = end, HEADS * num_tokens
+    begin, end = 0, gl.minimum(of_first, config.HEADS * num_tokens)
+    if own.FIRST_ROW > 0:
+        begin, end = end, config.HEADS * num_tokens
     columns = gl.arange(0, PADDED, gl.SliceLayout(0, LAYOUT))
-    first = outputs.partials + (cut.first_slot * WARPGROUPS + wg) * size_of_partial(HEAD_DIM_V)
+    first = outputs.partials + (cut.first_slot * WARPGROUPS + own.WG) * size_of_partial(HEAD_DIM_V)
     for step in range(begin, end, STEP):
         index = step + gl.arange(0, STEP, OF_ROWS)
         owned = index < end
         head = index // num_tokens
         token = index - head * num_tokens
-        row = gl.where(owned, head * TOKENS + token - FIRST_ROW, 0)
+        row = gl.where(owned, head * TOKENS + token - own.FIRST_ROW, 0)
         acc, m_i, l_i = combine_rows(first, 1 << cut.shift, row, owned, columns, HEAD_DIM_V, WARPGROUPS)
         if outputs.sinks_ptr is not None:
             sink = gl.load(outputs.sinks_ptr + work.head + head, mask=owned, other=0.0).to(gl.float32)

@@ -11,7 +11,7 @@ The instruction needs the addresses of its operands in shared memory (`addresses
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.pipeline import bytes_of_tile, pieces_of
+from quire.kernels.gluon.pipeline import pieces_of
 from quire.kernels.hopper.work_tile import ROWS
 
 PIECE = gl.constexpr(16)  # columns of a piece; keys of one product with values, columns of one with keys
@@ -184,8 +184,7 @@ def addresses_of_panels(wg: gl.constexpr, address, stage, tiles):
 @gluon.jit
 def begin_scores(q, k_pipe, stage, element: gl.constexpr, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Begin the product of queries, by the addresses of their panels, and a tile of KEYS keys. Return it in pieces."""
-    BYTES: gl.constexpr = bytes_of_tile(k_pipe.tiles, k_pipe.more, k_pipe.empty)
-    at = address_operand(k_pipe.addresses[0] + stage * BYTES)
+    at = address_operand(k_pipe.addresses[0] + stage * k_pipe.BYTES)
     return gl.inline_asm_elementwise(
         scores_text(KEYS, HEAD_DIM, len(q), element), scores_constraints(KEYS, len(q)),
         q + (at,), dtype=float32_each(num_pieces(KEYS)), is_pure=False, pack=PIECE // 2,
@@ -196,8 +195,7 @@ def begin_scores(q, k_pipe, stage, element: gl.constexpr, KEYS: gl.constexpr, HE
 def add_product(p, v_pipe, stage, accs, HEAD_DIM_V: gl.constexpr):
     """Begin to add the product of probabilities and a tile of values to accumulators."""
     KEYS: gl.constexpr = len(p) * PIECE
-    BYTES: gl.constexpr = bytes_of_tile(v_pipe.tiles, v_pipe.more, v_pipe.empty)
-    at = address_operand(v_pipe.addresses[0] + stage * BYTES)
+    at = address_operand(v_pipe.addresses[0] + stage * v_pipe.BYTES)
     return gl.inline_asm_elementwise(
         product_text(HEAD_DIM_V, KEYS, p[0].dtype), product_constraints(HEAD_DIM_V, KEYS),
         accs + p + (at,), dtype=float32_each(len(accs)), is_pure=False, pack=PIECE // 2,

@@ -6,12 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from quire.kernels.hopper.addresses import reinterpret
-from quire.kernels.hopper.convert import permute_for_fp8_operand, quantize_results, undo_permute_for_fp8_operand
+from quire.kernels.gluon.compat import reinterpret
+from quire.kernels.gluon.fp8 import permute_for_fp8_operand, undo_permute_for_fp8_operand
+from quire.kernels.gluon.pipeline import SWIZZLE_BYTES, pieces_of
+from quire.kernels.gluon.softmax import lse_of_rows
+from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.operands import queries_of
-from quire.kernels.hopper.pipeline import SWIZZLE_BYTES, columns_of, consumer_release, pieces_of
 from quire.kernels.hopper.products import pieces
-from quire.kernels.hopper.softmax import lse_of_rows, scaled
+from quire.kernels.hopper.softmax import scaled
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import LOG2E, as_stored
 
@@ -34,35 +36,27 @@ class Outputs(NamedTuple):
     last_part: Any  # the first column of the last part of the values, where it begins in the one before it; else None
     partials: Any  # float32 scratch for partials of row blocks that are cut, and counters of arrivals; None, or both
     arrivals: Any
+    stride_scale: Any  # of the scales of keys and values, from head to head
 
 
 @gluon.jit
-def computed_here(numbers):
-    """Return int32 numbers such that what is made of them is computed where it is used.
-
-    Otherwise the compiler computes it before the loop over work tiles, and keeps it on the stack.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def finish(
-    wg: gl.constexpr, accs, m_i, l_i, q_pipe, work_i, work, rows, outputs, HEAD_DIM_V: gl.constexpr,
-    FIRST_ROW: gl.constexpr, TOKENS: gl.constexpr, OWNED: gl.constexpr, INVARIANT: gl.constexpr, PARTS: gl.constexpr,
-    EARLY: gl.constexpr,
-):  # fmt: skip
+def finish(state, own, memory, work, work_i, outputs, config):
     """Normalise a work tile's results and write them.
 
     A thread writes 16 adjacent bytes. For that, results are staged in the shared memory of the work tile's queries, if
-    that is wide enough, and it is then released. EARLY: it was released before, and four threads exchange columns.
+    that is wide enough, and it is then released. With EARLY, it was released before, and four threads exchange columns.
     The states of splits are float32, and are written from registers as they are.
     """
+    accs, m_i, l_i = state.accs, state.m_i, state.l_i
+    PARTS: gl.constexpr = config.PARTS
+    rows, q_pipe = own.rows, memory.q
     element: gl.constexpr = outputs.out_ptr.dtype.element_ty
     LIKE_Q: gl.constexpr = element == q_pipe.tiles.dtype
     E4M3: gl.constexpr = outputs.out_scale_ptr is not None
     # Numbers of e4m3 are staged where the first buffer of queries is, which has twice as many bytes in a row.
-    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else columns_of(q_pipe.tiles, q_pipe.more)
-    STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= HEAD_DIM_V
+    WIDTH: gl.constexpr = 2 * q_pipe.tiles.shape[2] if E4M3 else q_pipe.COLUMNS
+    STAGED: gl.constexpr = (LIKE_Q or E4M3) and WIDTH >= config.HEAD_DIM_V
+    EXCHANGED: gl.constexpr = config.EARLY and LIKE_Q
     out_scale = None
     if E4M3:
         out_scale = gl.load(outputs.out_scale_ptr)
@@ -71,48 +65,43 @@ def finish(
         split = work.split // PARTS
     if outputs.sinks_ptr is not None:
         if split == outputs.num_splits - 1:
-            accs, m_i, l_i = with_sink(
-                accs, m_i, l_i, load_of_heads(outputs.sinks_ptr + work.head, rows, TOKENS, OWNED)
-            )
+            accs, m_i, l_i = with_sink(accs, m_i, l_i, own.load_of_heads(outputs.sinks_ptr + work.head))
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     if outputs.lse_ptr is not None:
-        tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
+        tokens = own.tokens_of(work, rows)
         lse = lse_of_rows(m_i, l_i)
         offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_lse
-        offsets += (work.head + rows // TOKENS) * outputs.num_splits + split
+        offsets += (work.head + rows // own.TOKENS) * outputs.num_splits + split
         wanted = tokens < work.q_len
         if PARTS > 1:
             wanted = wanted & (work.split % PARTS == 0)
         gl.store(outputs.lse_ptr + offsets, lse, mask=wanted)
     inverse = 1.0 / safe
-    if INVARIANT:  # as `states.finish` does
+    if config.FIXED_SPLIT > 0:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
-    if EARLY and LIKE_Q:
+    COLUMNS: gl.constexpr = pieces_of(config.HEAD_DIM_V, 64)
+    if EXCHANGED:
         exchanged = ()
         for i in gl.static_range(len(accs)):
             result = results[i].to(element)
             exchanged = exchanged + (gl.convert_layout(result, eight_columns_each(result.shape[1])),)
         results = exchanged
     elif STAGED:
-        stage = work_i % q_pipe.empty.shape[0]
+        stage = work_i % q_pipe.STAGES
         loaded = ()
         for i in gl.static_range(len(accs)):
             staged = through_shared_memory(
-                wg, results[i], q_pipe, stage, out_scale, element, pieces_of(HEAD_DIM_V, 64)[i][0],
-                pieces_of(HEAD_DIM_V, 64)[i][1],
+                own.WG, results[i], q_pipe, stage, out_scale, element, COLUMNS[i][0], COLUMNS[i][1]
             )  # fmt: skip
             loaded = loaded + (staged,)
         results = loaded
         fence_async_shared()
-    if not EARLY:
-        consumer_release(q_pipe, work_i)
+    if not config.EARLY:
+        q_pipe.release(work_i)
     for i in gl.static_range(len(accs)):
-        write_out(
-            results[i], work, outputs, pieces_of(HEAD_DIM_V, 64)[i][0], HEAD_DIM_V, FIRST_ROW, TOKENS, OWNED,
-            not (STAGED or (EARLY and LIKE_Q)), PARTS,
-        )  # fmt: skip
+        write_out(results[i], own, work, outputs, config, COLUMNS[i][0], not (STAGED or EXCHANGED))
 
 
 @gluon.jit
@@ -158,10 +147,7 @@ def bytes_of_queries(
 
 
 @gluon.jit
-def write_out(
-    result, work, outputs, FIRST: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST_ROW: gl.constexpr,
-    TOKENS: gl.constexpr, OWNED: gl.constexpr, IN_PIECES: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+def write_out(result, own, work, outputs, config, FIRST: gl.constexpr, IN_PIECES: gl.constexpr):
     """Write a work tile's results for the columns from FIRST on.
 
     IN_PIECES: they are as tensor cores leave them, and are written a piece at a time. A piece is a fixed number of
@@ -172,15 +158,15 @@ def write_out(
         parts = pieces(result)
     LAYOUT: gl.constexpr = parts[0].type.layout
     COLUMNS: gl.constexpr = parts[0].shape[1]
-    rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    tokens = tokens_of_rows(work, rows, TOKENS, OWNED)
+    rows = own.FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    tokens = own.tokens_of(work, rows)
     offsets = (work.q_start + tokens).to(gl.int64) * outputs.stride_out_token
-    offsets += (work.head + rows // TOKENS).to(gl.int64) * outputs.stride_out_head
-    offsets += first_column_of(work, outputs, HEAD_DIM_V, PARTS)
+    offsets += (work.head + rows // own.TOKENS).to(gl.int64) * outputs.stride_out_head
+    offsets += first_column_of(work, outputs, config.HEAD_DIM_V, config.PARTS)
     offs_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     ptrs = (outputs.out_ptr + offsets)[:, None] + offs_d[None, :]
     for i in gl.static_range(len(parts)):
-        inside = (tokens < work.q_len)[:, None] & (offs_d < HEAD_DIM_V - FIRST - i * COLUMNS)[None, :]
+        inside = (tokens < work.q_len)[:, None] & (offs_d < config.HEAD_DIM_V - FIRST - i * COLUMNS)[None, :]
         part = parts[i]
         if part.dtype != outputs.out_ptr.dtype.element_ty:
             part = as_stored(part, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)
@@ -208,21 +194,3 @@ def eight_columns_each(columns):
         [[0, 1], [0, 2], [0, 4], [8, 0], *more], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [ROWS.value, columns],
     )  # fmt: skip
-
-
-@gluon.jit
-def load_of_heads(ptr, rows, TOKENS: gl.constexpr, OWNED: gl.constexpr):
-    """Load a number for the head of each row, as float32; `ptr` is that of the work tile's first head."""
-    if OWNED is None:
-        return gl.load(ptr + rows // TOKENS).to(gl.float32)
-    else:
-        return gl.load(ptr + rows // TOKENS, mask=rows < OWNED, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def tokens_of_rows(work, rows, TOKENS: gl.constexpr, OWNED: gl.constexpr):
-    """Return the query token of each row, counted from the sequence's first. Rows from OWNED on have one beyond all."""
-    tokens = work.token + rows % TOKENS
-    if OWNED is not None:
-        tokens += gl.where(rows < OWNED, 0, 1 << 30)
-    return tokens

@@ -13,13 +13,13 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.combine import combine_arguments, combine_kernel
+from quire.kernels.gluon.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.hopper.pipeline import SWIZZLE_BYTES
-from quire.kernels.hopper.tma import matrices_of_cache, matrix_of_queries
 from quire.kernels.launch import Runner, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
+from quire.kernels.tma import matrices_of_cache, matrix_of_queries
 from quire.kernels.views import Matrix
 
 LEAST_ROWS = 8  # of a box of queries, as the kernel's type has it; the box itself may be no power of two (`set_boxes`)

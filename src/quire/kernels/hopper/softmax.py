@@ -1,51 +1,95 @@
 """A softmax of the Hopper kernel: that of `states.py`, written again in Gluon, where layouts are explicit.
 
-Batch-invariant plans and products in fp8 take it. `steady.py` has the other one.
+Batch-invariant plans and products in fp8 take it. `lazy_max.py` has the other one.
 
 The scores of a tile are a tuple of tensors next to each other: one, or pieces if a tile's keys are no power of two.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
 from quire.kernels.hopper.products import halves
 from quire.kernels.hopper.softcap import is_softcap
-from quire.kernels.states import LN2, LOG2E, log2
+from quire.kernels.states import LOG2E, log2
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of finite float32 numbers
 
 
+class Scoring(NamedTuple):
+    """The run-time numbers that turn products into scores, and the window of keys that a query sees."""
+
+    scale: Any
+    k_scale_ptr: Any  # [num_kv_heads] of a quantised cache, or None
+    softcap: Any
+    window_left: Any
+    window_right: Any
+    slopes_ptr: Any  # [num_q_heads], or None
+    key_begin: Any  # [num_tokens] int32, the intervals that take the place of the window; None, like the next
+    key_end: Any
+
+
+class Sight(NamedTuple):
+    """The intervals of keys that a warpgroup's rows see."""
+
+    first: Any  # [ROWS] int32
+    last: Any  # [ROWS] int32, less than the first of a row that sees nothing
+    full_start: Any  # the keys that every row of the work tile sees
+    full_stop: Any
+
+
+@aggregate
+class Products:
+    """A work tile whose products a warpgroup computes, and what turns those with keys into masked scores."""
+
+    q: Any  # the queries, in pieces, or the addresses of their panels
+    work: Any  # WorkTile
+    own: Any  # Rows
+    scoring: Any  # Scoring
+    scale: Any  # of scores: a number, or one for each row
+    slopes: Any  # of each row's head, or None
+    sight: Any  # Sight, or None where rows see a band
+    work_i: Any  # which use of the pipeline of queries it is
+    tile_i: Any  # which use of the pipelines of keys and values its first tile is
+
+
 @gluon.jit
-def shown_scores(
-    scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    IN_HALVES: gl.constexpr,
-):  # fmt: skip
+def with_scale(products, scale):
+    """Return Products with another scale."""
+    p = products
+    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.work_i, p.tile_i)
+
+
+@gluon.jit
+def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
-    They are -inf where a row does not see a key. IN_HALVES: as in `hide_unseen`, where nothing else changes scores.
+    They are -inf where a row does not see a key. IN_HALVES: as in `apply_mask`, where nothing else changes scores.
     """
+    scale, scoring = products.scale, products.scoring
     exponent_scale = scale * LOG2E
-    if SCORE_MOD is not None:
-        exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(SCORE_MOD) else LOG2E
-        q_pos = work.first_pos + work.token + rows % TOKENS
+    if config.SCORE_MOD is not None:
+        exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(config.SCORE_MOD) else LOG2E
+        own, work = products.own, products.work
+        q_pos = work.first_pos + work.token + own.rows % own.TOKENS
         changed = ()
         for i in gl.static_range(len(scores)):
-            if is_softcap(SCORE_MOD):
-                score = SCORE_MOD(scores[i], by_row(scale), scoring.softcap)
+            if is_softcap(config.SCORE_MOD):
+                score = config.SCORE_MOD(scores[i], by_row(scale), scoring.softcap)
             else:
-                score = SCORE_MOD(scores[i], by_row(scale), q_pos, pos + cols[i], slopes, scoring.softcap)
+                k_pos = pos + own.cols[i]
+                score = config.SCORE_MOD(scores[i], by_row(scale), q_pos, k_pos, products.slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    HALVES: gl.constexpr = IN_HALVES and SCORE_MOD is None
-    return hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS, HALVES), exponent_scale
+    HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None
+    return apply_mask(scores, pos, products, HALVES), exponent_scale
 
 
 @gluon.jit
-def softmax_step(
-    scores, m_i, l_i, pos, rows, cols, work, sight, slopes, scale, scoring,
-    LIFT: gl.constexpr, TOKENS: gl.constexpr, SCORE_MOD: gl.constexpr,
-):  # fmt: skip
+def softmax_step(scores, m_i, l_i, pos, products, config, LIFT: gl.constexpr):
     """Fold the scores of the tile that begins at position `pos` into the running maximum and sum.
 
     The scores are one tensor, since tiles of batch-invariant plans and of products in fp8 have a power of two of keys.
@@ -55,9 +99,7 @@ def softmax_step(
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
-    scores, exponent_scale = shown_scores(
-        scores, pos, rows, cols, work, sight, slopes, scale, scoring, TOKENS, SCORE_MOD, True
-    )
+    scores, exponent_scale = masked_scores(scores, pos, products, config, True)
     m_new = gl.maximum(m_i, gl.max(scores[0], 1) * exponent_scale)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
     alpha = gl.exp2(m_i - shift)
@@ -83,16 +125,17 @@ def scaled(accs, factor):
 
 
 @gluon.jit
-def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.constexpr, IN_HALVES: gl.constexpr):
+def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr):
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
 
     IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
     registers, and computes a few more numbers. Loops that change scores have no registers for those.
     """
-    BLOCK_N: gl.constexpr = keys_of(cols)
+    own, work, sight, scoring = products.own, products.work, products.sight, products.scoring
+    BLOCK_N: gl.constexpr = keys_of(own.cols)
     low_pos = work.first_pos + work.token
-    high_pos = work.first_pos + gl.minimum(work.token + TOKENS, work.q_len) - 1
-    q_pos = low_pos + rows % TOKENS
+    high_pos = work.first_pos + gl.minimum(work.token + own.TOKENS, work.q_len) - 1
+    q_pos = low_pos + own.rows % own.TOKENS
     if sight is None:
         is_past_right = pos + BLOCK_N > gl.minimum(low_pos + scoring.window_right + 1, work.seq_len)
         is_partial = is_past_right | (pos < high_pos - scoring.window_left)
@@ -104,25 +147,25 @@ def hide_unseen(scores, pos, rows, cols, work, sight, scoring, TOKENS: gl.conste
             last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
         else:
             first_col, last_col = sight.first - pos, sight.last - pos
-        shown = ()
+        masked = ()
         for i in gl.static_range(len(scores)):
             before = i * scores[i].shape[1]
-            shown = shown + (show_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
-        scores = shown
+            masked = masked + (mask_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
+        scores = masked
     return scores
 
 
 @gluon.jit
-def show_columns(scores, first, last, IN_HALVES: gl.constexpr):
-    """Return scores of which each row shows the columns from its `first` to its `last`; others are -inf."""
+def mask_columns(scores, first, last, IN_HALVES: gl.constexpr):
+    """Return scores of which each row sees the columns from its `first` to its `last`; others are -inf."""
     COLUMNS: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     if IN_HALVES and COLUMNS > 32:
         left, right = halves(scores)
-        left = show_columns(left, first, last, False)
-        right = show_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)
-        shown = gl.join(left, right).permute([0, 2, 1]).reshape([scores.shape[0], COLUMNS])
-        return gl.convert_layout(shown, LAYOUT, assert_trivial=True)
+        left = mask_columns(left, first, last, False)
+        right = mask_columns(right, first - COLUMNS // 2, last - COLUMNS // 2, False)
+        masked = gl.join(left, right).permute([0, 2, 1]).reshape([scores.shape[0], COLUMNS])
+        return gl.convert_layout(masked, LAYOUT, assert_trivial=True)
     else:
         columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
         first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
@@ -146,18 +189,6 @@ def total(sums):
     for _ in gl.static_range(log2(sums.shape[1])):
         sums = gl.sum(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]), 2)
     return sums.reshape([sums.shape[0]])
-
-
-@gluon.jit
-def lse_of_rows(m_i, l_i):
-    """Return the natural-log lse of finished states, -inf where no key was seen.
-
-    The fma is written out, as in `states.finish`. A compiler may fuse product and sum or not, as the code around them
-    is, and the same rows would have other bits in another variant of a kernel.
-    """
-    empty = l_i == 0.0
-    lse = gl.fma(m_i, gl.zeros_like(m_i) + LN2, gl.log(gl.where(empty, 1.0, l_i)))
-    return gl.where(empty, float("-inf"), lse)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.gluon.compat import aggregate, reinterpret
 from quire.kernels.hopper.cuts import add, cut_nothing, cut_of_work_tile, cut_sequences, may_cut
 from quire.kernels.hopper.work_tile import (
     WorkTile,
@@ -34,6 +34,28 @@ class Batch(NamedTuple):
     max_decode_queries: Any  # sequences with at most this many queries belong to the decode launch; 0: there is none
     window_left: Any
     window_right: Any
+
+
+@aggregate
+class Division:
+    """How the row blocks of a launch are divided into work tiles, and what programs take these from."""
+
+    tile_counter: Any  # [1] int32 of `queue.py`, 0 between launches
+    num_splits: Any  # of the keys of a row block; a constant if there is one
+    section: Any  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
+    stride_table: Any  # of the page table, from sequence to sequence
+    last_part: Any  # the first column of the last of PARTS parts, where it begins in the one before it; else None
+    lse_ptr: Any  # as in Outputs: an empty split says so in its lse
+    stride_lse: Any
+
+
+class Place(NamedTuple):
+    """What part of the launch's work a work tile is."""
+
+    row_block: Any  # of the batch
+    head: Any  # the first query head
+    split: Any  # of the visible keys
+    part: Any  # of the values' columns
 
 
 @gluon.jit
@@ -139,6 +161,7 @@ def order_by_keys(
         if MIXED:
             places = gl.where(singles & mixed, -1 - places, places)
         places = gl.where(owns, places, -2147483648)
+        # Each sequence's end is a sum over all sequences, PART at a time: registers have no room for SEQS * SEQS.
         memory.index(0).store(places)
         memory.index(1).store(counts)
         parts = reinterpret(memory, gl.int32, [memory.shape[0] * SEQS // PART, PART], memory.layout)
@@ -191,15 +214,16 @@ def find_row_block(batch, ends, row_block, BLOCK_T: gl.constexpr, MAY_BE_ORDERED
 
 
 @gluon.jit
-def place_of_work_tile(
-    index, num_row_blocks, num_singles, section, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
-    PARTS: gl.constexpr, MIXED: gl.constexpr,
-):  # fmt: skip
-    """Return the row block, the first query head, the split and the part of columns of the queue's index-th work tile.
+def place_of_work_tile(index, num_row_blocks, num_singles, division, config):
+    """Return the Place of the queue's index-th work tile.
 
     Row blocks of `num_singles` sequences of one row block are the first ones of the batch, and the last of the queue.
     With sections of heads, all work tiles of a section's other row blocks come before those of the next section.
     """
+    HEAD_BLOCKS: gl.constexpr = config.NUM_KV_HEADS * config.GROUP // config.HEADS
+    HEADS: gl.constexpr = config.HEADS
+    PARTS: gl.constexpr = config.PARTS
+    num_splits, section = division.num_splits, division.section
     part = index % PARTS
     if PARTS > 1:  # adjacent work tiles have the same queries and keys
         index = index // PARTS
@@ -208,22 +232,26 @@ def place_of_work_tile(
     split = index // HEAD_BLOCKS % num_splits
     if section is not None:
         num_others = num_row_blocks
-        if MIXED:
+        if config.MIXED:
             num_others -= num_singles
-        if not MIXED or index < num_others * HEAD_BLOCKS:
+        if not config.MIXED or index < num_others * HEAD_BLOCKS:
             in_section = index % (num_others * section)
             row_block = num_row_blocks - 1 - in_section // section
             head = (index // (num_others * section) * section + in_section % section) * HEADS
-    return row_block, head, split, part
+    return Place(row_block, head, split, part)
 
 
 @gluon.jit
-def find_work_tile(
-    batch, ends, places, row_block, head, split, part, num_splits, HEAD_BLOCKS: gl.constexpr, HEADS: gl.constexpr,
-    BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, FIRST_TO_LAST: gl.constexpr, PARTS: gl.constexpr,
-    CUT_SLOTS: gl.constexpr, ENDS_ARE_KEPT: gl.constexpr,
-):  # fmt: skip
-    """Return the sequence of a work tile, the work tile, its Range or Cut or () of neither, and where its keys end."""
+def find_work_tile(batch, ends, places, at, division, config, ENDS_ARE_KEPT: gl.constexpr):
+    """Return the sequence of the work tile at a Place, the work tile, and where its keys end.
+
+    Between them is its Range or Cut, or () of neither.
+    """
+    HEAD_BLOCKS: gl.constexpr = config.NUM_KV_HEADS * config.GROUP // config.HEADS
+    BLOCK_T: gl.constexpr = config.BLOCK_T
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    PARTS: gl.constexpr = config.PARTS
+    row_block, head, split, part = at.row_block, at.head, at.split, at.part
     kv = batch.kv
     if ENDS_ARE_KEPT:
         ends = places.index(0).load(ends.type.layout)  # `keep_ends`
@@ -232,8 +260,8 @@ def find_work_tile(
     q_len = gl.load(batch.cu_seqlens_q + seq + 1) - q_start
     seq_len = gl.load(kv.seq_lens + seq)
     keys = ()
-    if CUT_SLOTS > 0:
-        of_row_block = head // HEADS * PARTS
+    if config.CUT_SLOTS > 0:
+        of_row_block = head // config.HEADS * PARTS
         if PARTS > 1:
             of_row_block += part
         in_seq, keys = cut_of_work_tile(places, seq, row_block - first_row_block, of_row_block, HEAD_BLOCKS * PARTS)
@@ -250,11 +278,11 @@ def find_work_tile(
         )
     else:
         kv_start, kv_stop, keys = keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T)
-    if CUT_SLOTS > 0:
+    if config.CUT_SLOTS > 0:
         tile, num_tiles = split_of_cut(kv_start, kv_stop, keys, BLOCK_N)
     else:
-        tile, num_tiles = split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N)
-    if FIRST_TO_LAST:
+        tile, num_tiles = split_of_keys(kv_start, kv_stop, split, division.num_splits, BLOCK_N)
+    if config.FIXED_SPLIT > 0:  # splits are attended to from the first key to the last
         tile -= num_tiles - 1
     if PARTS > 1:
         split = split * PARTS + part

@@ -2,7 +2,7 @@
 
 A row block is BLOCK_T query tokens of one sequence. A work tile is a row block, as many heads of one KV head as fill
 the program's rows, and one split of the visible keys. Of wide values, it has one part of the columns. The rows of a
-head follow those of the head before it. With APART, this holds for each of two consumer warpgroups, which
+head follow those of the head before it. With SPLIT_BY_TOKENS, this holds for each of two consumer warpgroups, which
 has half of the tokens, of all these heads. So the second one may skip a work tile that has few tokens, as a decoding
 sequence has.
 

@@ -8,20 +8,19 @@ The output is [512, COLUMNS], transposed. In the kernels for few rows, keys are 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.softmax import lse_of_rows
+from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
 from quire.kernels.mla_hopper.schedule import TILE, queries_of
 
 
 @gluon.jit
-def load_queries(
-    queries, lengths, seq, first_row, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr,
-    NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
+def load_queries(program, seq, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
     """Load quarters FIRST to LAST of the queries of a sequence, then the rope columns. Unless wanted, load nothing."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    queries, lengths = program.queries, program.lengths
     q_start, q_len = queries_of(lengths, gl.minimum(seq, lengths.num_seqs - 1))
-    rows = first_row + gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+    rows = gl.arange(0, program.config.COLUMNS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
     owned = (wanted & (token < q_len))[:, None]
     token = (q_start + token).to(gl.int64)
@@ -38,12 +37,12 @@ def load_queries(
 
 
 @gluon.jit
-def mask_scores(scores, pos, work, first_row, causal, NUM_HEADS: gl.constexpr):
-    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`."""
+def apply_mask(scores, pos, work, program):
+    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`. Scores are [TILE, COLUMNS]."""
     LAYOUT: gl.constexpr = scores.type.layout
-    first_token = first_row // NUM_HEADS
-    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + first_token + 1, work.seq_len), work.seq_len):
-        token = (first_row + gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))) // NUM_HEADS
+    causal = program.causal
+    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + 1, work.seq_len), work.seq_len):
+        token = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT)) // program.config.NUM_HEADS
         last = gl.minimum(gl.where(causal, work.first_pos + token, work.seq_len - 1), work.seq_len - 1) - pos
         keys = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
         scores = gl.where(keys[:, None] <= last[None, :], scores, float("-inf"))
@@ -69,11 +68,12 @@ def scale_columns(acc, factor):
 
 
 @gluon.jit
-def store_result(
-    quarters, FIRST: gl.constexpr, m_i, l_i, outputs, work, first_row, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def store_result(program, work, first_row, quarters, FIRST: gl.constexpr, m_i, l_i):
     """Write normalised results of a sequence that is not cut, from quarter FIRST on. The first brings the lse."""
     LAYOUT: gl.constexpr = quarters[0].type.layout
+    COLUMNS: gl.constexpr = quarters[0].shape[1]
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    outputs = program.outputs
     element: gl.constexpr = outputs.out.dtype.element_ty
     rows = first_row + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
@@ -93,11 +93,12 @@ def store_result(
 
 
 @gluon.jit
-def store_partial(
-    quarters, FIRST: gl.constexpr, m_i, l_i, outputs, slot, PARTIAL_ROWS: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def store_partial(program, slot, quarters, FIRST: gl.constexpr, m_i, l_i):
     """Write a partial, not normalised, from quarter FIRST on. The first brings the maximum and the sum."""
     LAYOUT: gl.constexpr = quarters[0].type.layout
+    COLUMNS: gl.constexpr = quarters[0].shape[1]
+    PARTIAL_ROWS: gl.constexpr = program.config.PARTIAL_ROWS
+    outputs = program.outputs
     rows = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     cols = gl.arange(0, QUARTER, gl.SliceLayout(1, LAYOUT))
     into = outputs.acc + slot * (PARTIAL_ROWS * 2 * HALF) + rows[None, :] * (2 * HALF) + cols[:, None]

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.hopper.softmax import lse_of_rows
+from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.schedule import (
     ROWS,
     SEQS,

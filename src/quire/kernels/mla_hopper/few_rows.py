@@ -5,7 +5,8 @@ nothing. So keys and values are the rows here, and (token, query head) pairs the
 [64 keys, COLUMNS], and the output is [512, COLUMNS], transposed. One warpgroup holds all of it, and reads half of the
 shared memory for a tile that two warpgroups of `many_rows.py` read.
 
-Queries are small here, so there is room for at least two and a half tiles, whose quarters form a ring (`ring.py`).
+Queries are small here, so there is room for at least two and a half tiles, whose quarters have one pipeline
+(`latents.py`).
 """
 
 from typing import Any, NamedTuple
@@ -14,22 +15,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from quire.kernels.mla_hopper.columns import (
+    apply_mask,
     load_queries,
-    mask_scores,
     probabilities,
     scale_columns,
     store_partial,
     store_result,
 )
+from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import QUARTER, ROPE
-from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
-from quire.kernels.mla_hopper.schedule import TILE, work_of
+from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 
@@ -39,7 +40,7 @@ class FewShared(NamedTuple):
     q: Any  # [4, COLUMNS, QUARTER]: quarters of the queries
     q_rope: Any  # [1, COLUMNS, ROPE]
     p: Any  # [TILE, COLUMNS]: probabilities
-    ring: Any  # Ring
+    latents: Any  # Latents
 
 
 @gluon.jit
@@ -50,36 +51,36 @@ def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr):
         gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, COLUMNS, ROPE], WIDE),
         gl.allocate_shared_memory(element, [TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        allocate_ring(element, 11 if COLUMNS == 16 else 10, 1),
+        make_latents(element, 11 if COLUMNS == 16 else 10, 1),
     )
 
 
 @gluon.jit
-def consume_few(s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def consume_few(s, program):
     """Attend to every tile of the partition and write the results. The consumer warpgroup runs this."""
-    partition, lengths, outputs = program.partition, program.lengths, program.outputs
+    partition = program.partition
     seq, place = partition.seq, partition.first
     n = 0
-    AHEAD: gl.constexpr = COLUMNS == 16  # with 32 columns, registers hold only the output
-    quarters = load_queries(program.queries, lengths, seq, 0, place < partition.high, 0, 3, True, NUM_HEADS, COLUMNS)
+    AHEAD: gl.constexpr = program.config.COLUMNS == 16  # with 32 columns, registers hold only the output
+    quarters = load_queries(program, seq, place < partition.high, 0, 3, True)
     while place < partition.high:
         if not AHEAD:
-            quarters = load_queries(program.queries, lengths, seq, 0, True, 0, 3, True, NUM_HEADS, COLUMNS)
-        work, next_place = work_of(lengths, partition, seq, place, 0, program.causal, NUM_HEADS)
+            quarters = load_queries(program, seq, True, 0, 3, True)
+        work, next_place = work_of(program, seq, place, 0)
         store_queries(s, quarters)
-        acc, m_i, l_i = attend(s, work, n, program.causal, program.softmax_scale, NUM_HEADS, COLUMNS)
+        acc, m_i, l_i = attend(s, program, work, n)
         seq += 1
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
             wanted = next_place < partition.high
-            quarters = load_queries(program.queries, lengths, seq, 0, wanted, 0, 3, True, NUM_HEADS, COLUMNS)
+            quarters = load_queries(program, seq, wanted, 0, 3, True)
         if work.count > 0:
             n += 4 * work.count
             if work.starts & work.ends:
                 acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
-                store_result(acc, 0, m_i, l_i, outputs, work, 0, NUM_HEADS, COLUMNS)
+                store_result(program, work, 0, acc, 0, m_i, l_i)
             else:
                 slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-                store_partial(acc, 0, m_i, l_i, outputs, slot, PARTIAL_ROWS, COLUMNS)
+                store_partial(program, slot, acc, 0, m_i, l_i)
         place = next_place
 
 
@@ -93,12 +94,13 @@ def store_queries(s, quarters):
 
 
 @gluon.jit
-def attend(s, work, n, causal, scale, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr):
+def attend(s, program, work, n):
     """Return the state over the tiles of one sequence: the output in quarters, the maximum, the sum.
 
     Args:
-        n: which quarter of the ring the first one is.
+        n: which use of the pipeline the first quarter is.
     """
+    COLUMNS: gl.constexpr = program.config.COLUMNS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = ()
     for _ in gl.static_range(4):
@@ -107,31 +109,30 @@ def attend(s, work, n, causal, scale, NUM_HEADS: gl.constexpr, COLUMNS: gl.const
     sums = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)  # of each thread's keys, added up at the end
     pos = work.tile * TILE
     for i in range(work.count):
-        acc, m_i, sums = attend_to_tile(s, acc, m_i, sums, work, n + 4 * i, pos, causal, scale, NUM_HEADS, COLUMNS)
+        acc, m_i, sums = attend_to_tile(s, program, work, acc, m_i, sums, n + 4 * i, pos)
         pos += TILE
     return acc, m_i, gl.sum(sums, 0)
 
 
 @gluon.jit
-def attend_to_tile(
-    s, acc, m_i, sums, work, n, pos, causal, scale, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def attend_to_tile(s, program, work, acc, m_i, sums, n, pos):
     """Fold a tile, which begins at position `pos`, into the state; free its quarters when they have been multiplied."""
     LAYOUT: gl.constexpr = sums.type.layout
-    ring = s.ring
+    COLUMNS: gl.constexpr = sums.shape[1]
+    latents, scale = s.latents, program.softmax_scale
     # The compiler cannot know that this is 0. So it computes descriptors of queries here and keeps none.
     zero = n >> 30
     scores = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(4):
-        place = wait_for_quarter(ring, n + i)
+        stage = latents.quarters.wait(n + i)
         queries = s.q.index(zero + i).permute((1, 0))
-        scores = warpgroup_mma(ring.quarters.index(place), queries, scores, use_acc=i > 0, is_async=True)
-    scores = warpgroup_mma(rope_of(ring, n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(latents.quarters.tiles.index(stage), queries, scores, use_acc=i > 0, is_async=True)
+    scores = warpgroup_mma(latents.rope_of(n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    scores = mask_scores(scores, pos, work, 0, causal, NUM_HEADS)
+    scores = apply_mask(scores, pos, work, program)
     if pos + TILE > work.visible:
         for i in gl.static_range(4):
-            zero_invisible_rows(ring.quarters.index(place_of(ring, n + i)[0]), pos, work.visible)
+            zero_invisible_rows(latents.quarters.tiles.index(latents.quarters.stage_of(n + i)), pos, work.visible)
     m_new = gl.maximum(m_i, gl.max(scores, 0) * scale)
     shift = finite(m_new)
     p = probabilities(scores, scale, shift)
@@ -142,10 +143,10 @@ def attend_to_tile(
     acc = scale_columns(acc, alpha)
     products = ()
     for i in gl.static_range(4):
-        values = ring.quarters.index(place_of(ring, n + i)[0]).permute((1, 0))
+        values = latents.quarters.tiles.index(latents.quarters.stage_of(n + i)).permute((1, 0))
         products = products + (warpgroup_mma(values, s.p, acc[i], is_async=True),)
     acc = ()
     for i in gl.static_range(4):
         acc = acc + (warpgroup_mma_wait(3 - i, deps=[products[i]]),)
-        mbarrier.arrive(ring.empty.index(place_of(ring, n + i)[0]), count=1)
+        latents.quarters.release(n + i)
     return acc, m_new, sums

@@ -20,19 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
+from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
+from quire.kernels.gluon.pipeline import make_barrier, wait
 from quire.kernels.mla_hopper.columns import (
+    apply_mask,
     load_queries,
-    mask_scores,
     probabilities,
     scale_columns,
     store_partial,
     store_result,
 )
 from quire.kernels.mla_hopper.fp8_operands import key_operands, merge_columns, query_operands, value_operands
-from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE, make_barrier, wait
-from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
-from quire.kernels.mla_hopper.schedule import TILE, work_of
+from quire.kernels.mla_hopper.latents import make_latents
+from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE
+from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 
@@ -42,7 +44,7 @@ class Fp8Shared(NamedTuple):
     q: Any  # [8, COLUMNS, QUARTER / 2]: two operands for each quarter of the queries
     q_rope: Any  # [2, COLUMNS, ROPE / 2]: two operands
     p: Any  # [2, TILE, COLUMNS]: probabilities of each warpgroup's tile
-    ring: Any  # Ring of fp8 latents
+    latents: Any  # Latents in fp8
     peak: Any  # [2, COLUMNS]: absolute maximum of the queries, of the columns that each warpgroup loads
     output: Any  # [8, QUARTER / 2, COLUMNS]: what the other warpgroup merges; even and odd columns of each quarter
     maximum: Any  # [2, COLUMNS]: of each warpgroup's tiles
@@ -62,7 +64,7 @@ def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr):
         gl.allocate_shared_memory(gl.float16, [8, COLUMNS, QUARTER // 2], gl.NVMMASharedLayout(128, 16, 2)),
         gl.allocate_shared_memory(gl.float16, [2, COLUMNS, ROPE // 2], gl.NVMMASharedLayout(64, 16, 2)),
         gl.allocate_shared_memory(gl.float16, [2, TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        allocate_ring(stored, 16 if COLUMNS == 16 else 12, 2),
+        make_latents(stored, 16 if COLUMNS == 16 else 12, 2),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),
         gl.allocate_shared_memory(gl.float32, [8, QUARTER // 2, COLUMNS], gl.NVMMASharedLayout(4 * COLUMNS, 32, 2)),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),
@@ -76,11 +78,9 @@ def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def consume_fp8(
-    PARITY: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, COLUMNS: gl.constexpr
-):  # fmt: skip
+def consume_fp8(PARITY: gl.constexpr, s, program):
     """Attend to every other tile of the partition and write half of the results. Both warpgroups run this."""
-    lengths, partition, outputs = program.lengths, program.partition, program.outputs
+    partition = program.partition
     if program.scale_ptr is None:
         latent_scale = 1.0
     else:
@@ -89,22 +89,20 @@ def consume_fp8(
     seq, place = partition.seq, partition.first
     n, works = 0, 0
     while place < partition.high:
-        quarters = load_queries(
-            program.queries, lengths, seq, 0, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN, NUM_HEADS, COLUMNS
-        )  # fmt: skip
-        work, next_place = work_of(lengths, partition, seq, place, 0, program.causal, NUM_HEADS)
+        quarters = load_queries(program, seq, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
+        work, next_place = work_of(program, seq, place, 0)
         if work.count > 0:
-            scale = store_queries(PARITY, s, quarters, works, softmax_scale, COLUMNS)
-            acc, m_i, l_i = attend(PARITY, s, work, n, program.causal, scale, NUM_HEADS, COLUMNS)
+            scale = store_queries(PARITY, s, quarters, works, softmax_scale)
+            acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
             mbarrier.arrive(s.q_empty, count=1)
             acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
             if work.starts & work.ends:
                 results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
-                store_result(results, PARITY * 2, m_i, l_i, outputs, work, 0, NUM_HEADS, COLUMNS)
+                store_result(program, work, 0, results, PARITY * 2, m_i, l_i)
             else:
                 results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
                 slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-                store_partial(results, PARITY * 2, m_i, l_i, outputs, slot, PARTIAL_ROWS, COLUMNS)
+                store_partial(program, slot, results, PARITY * 2, m_i, l_i)
             n += 4 * work.count
             works += 1
         seq += 1
@@ -112,7 +110,7 @@ def consume_fp8(
 
 
 @gluon.jit
-def store_queries(PARITY: gl.constexpr, s, quarters, works, softmax_scale, COLUMNS: gl.constexpr):
+def store_queries(PARITY: gl.constexpr, s, quarters, works, softmax_scale):
     """Store the queries to shared memory as float16, and wait for the other warpgroup's.
 
     Each row is scaled by a power of two, so that none overflows.
@@ -120,6 +118,7 @@ def store_queries(PARITY: gl.constexpr, s, quarters, works, softmax_scale, COLUM
     Returns:
         The factor of each column's scores.
     """
+    COLUMNS: gl.constexpr = s.q.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     wait(s.q_empty, works + 1)
     peak = peaks(quarters)
@@ -144,14 +143,15 @@ def store_queries(PARITY: gl.constexpr, s, quarters, works, softmax_scale, COLUM
 
 
 @gluon.jit
-def attend(PARITY: gl.constexpr, s, work, n, causal, scale, NUM_HEADS: gl.constexpr, COLUMNS: gl.constexpr):
+def attend(PARITY: gl.constexpr, s, program, work, n, scale):
     """Return the state over this warpgroup's tiles of a sequence: the output, the maximum, the sum.
 
     The output is in even and odd columns of each quarter.
 
     Args:
-        n: which quarter of the ring the first one is.
+        n: which use of the pipeline the first quarter is.
     """
+    COLUMNS: gl.constexpr = program.config.COLUMNS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = ()
     for _ in gl.static_range(8):
@@ -160,7 +160,7 @@ def attend(PARITY: gl.constexpr, s, work, n, causal, scale, NUM_HEADS: gl.conste
     sums = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)  # of each thread's keys, added up at the end
     for i in range(PARITY, work.count, 2):
         pos = (work.tile + i) * TILE
-        scores = mask_scores(multiply_keys(s, n + 4 * i), pos, work, 0, causal, NUM_HEADS)
+        scores = apply_mask(multiply_keys(s, n + 4 * i), pos, work, program)
         m_new = gl.maximum(m_i, gl.max(scores, 0) * scale)
         p = probabilities(scores, scale, finite(m_new))
         alpha = gl.exp2(m_i - finite(m_new))
@@ -174,7 +174,7 @@ def attend(PARITY: gl.constexpr, s, work, n, causal, scale, NUM_HEADS: gl.conste
 
 @gluon.jit
 def multiply_keys(s, n):
-    """Return the products of a tile's keys with the queries; its first quarter is the n-th of the ring."""
+    """Return the products of a tile's keys with the queries; its first quarter is the n-th use of the pipeline."""
     COLUMNS: gl.constexpr = s.q.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
@@ -182,19 +182,19 @@ def multiply_keys(s, n):
     zero = n >> 30
     scores = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(4):
-        place = wait_for_quarter(s.ring, n + i)
-        first, second = key_operands(s.ring.quarters.index(place), OPERAND)
+        stage = s.latents.quarters.wait(n + i)
+        first, second = key_operands(s.latents.quarters.tiles.index(stage), OPERAND)
         scores = multiply_pair(first, second, s.q, zero + 2 * i, scores)
-    first, second = key_operands(rope_of(s.ring, n), OPERAND)
+    first, second = key_operands(s.latents.rope_of(n), OPERAND)
     scores = multiply_pair(first, second, s.q_rope, zero, scores)
     return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
-def multiply_pair(first, second, q, place, scores):
+def multiply_pair(first, second, q, at, scores):
     """Begin to multiply both operands of some keys with their queries; wait for those before, or for all of 32 rows."""
-    scores = warpgroup_mma(first, q.index(place).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma(second, q.index(place + 1).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(first, q.index(at).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma(second, q.index(at + 1).permute((1, 0)), scores, is_async=True)
     return warpgroup_mma_wait(2 if q.shape[1] == 16 else 0, deps=[scores])
 
 
@@ -204,16 +204,15 @@ def multiply_values(s, acc, p, n, pos, visible):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     products, pending = (), ()
     for i in gl.static_range(4):
-        place = place_of(s.ring, n + i)[0]
-        quarter = s.ring.quarters.index(place)
+        quarter = s.latents.quarters.tiles.index(s.latents.quarters.stage_of(n + i))
         if pos + TILE > visible:
             zero_invisible_rows(quarter, pos, visible)
             fence_async_shared()  # TMA overwrites what was zeroed
         even, odd = value_operands(quarter, OPERAND)
         even = warpgroup_mma(even, p, acc[2 * i], is_async=True)
         odd = warpgroup_mma(odd, p, acc[2 * i + 1], is_async=True)
-        # After the products, which wait for the loads: TMA may overwrite a place before a load in flight has read it.
-        mbarrier.arrive(s.ring.empty.index(place), count=1)
+        # After the products, which wait for the loads: TMA may overwrite a stage before a load in flight has read it.
+        s.latents.quarters.release(n + i)
         if i > 0:
             products = products + warpgroup_mma_wait(2, deps=pending)
         pending = (even, odd)

@@ -12,36 +12,36 @@ results are written, in the same order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.gluon.compat import reinterpret
 
 
 @gluon.jit
-def key_operands(place, OPERAND: gl.constexpr):
+def key_operands(quarter, OPERAND: gl.constexpr):
     """Load keys, [keys, columns] of fp8, as two operands: columns 0 and 1 of every four, and columns 2 and 3."""
     convert: gl.constexpr = """{ .reg .b16 low, high; mov.b32 {low, high}, $2;
         cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"""
-    pairs = column_pairs(place).load(OPERAND)
+    pairs = column_pairs(quarter).load(OPERAND)
     return gl.inline_asm_elementwise(
         convert, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )  # fmt: skip
 
 
 @gluon.jit
-def value_operands(place, OPERAND: gl.constexpr):
+def value_operands(quarter, OPERAND: gl.constexpr):
     """Load values, [keys, columns] of fp8, as two transposed operands: even columns, and odd columns."""
     convert: gl.constexpr = """{ .reg .b16 even, odd; .reg .b32 both; prmt.b32 both, $2, 0, 0x3120;
         mov.b32 {even, odd}, both; cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"""
-    pairs = column_pairs(place).permute((1, 0)).load(OPERAND)
+    pairs = column_pairs(quarter).permute((1, 0)).load(OPERAND)
     return gl.inline_asm_elementwise(
         convert, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )  # fmt: skip
 
 
 @gluon.jit
-def column_pairs(place):
+def column_pairs(numbers):
     """Return fp8 numbers in shared memory, [rows, columns], as 16-bit elements, [rows, columns / 2]."""
-    BYTES: gl.constexpr = place.shape[1]
-    return reinterpret(place, gl.int16, [place.shape[0], BYTES // 2], gl.NVMMASharedLayout(BYTES, 16, 2))
+    BYTES: gl.constexpr = numbers.shape[1]
+    return reinterpret(numbers, gl.int16, [numbers.shape[0], BYTES // 2], gl.NVMMASharedLayout(BYTES, 16, 2))
 
 
 @gluon.jit

@@ -2,17 +2,16 @@
 
 Grid: [row blocks, partitions] (`schedule.py`). A program owns the rows of a row block, (token, query head) pairs of one
 sequence, and the KV tiles of its partition. Warps are specialised. A producer warp loads quarters of a tile by TMA,
-each when its place is free. Consumer warpgroups attend.
+each when its stage is free. Consumer warpgroups attend.
 
 * A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
-* A row block of at most 32 rows has one consumer (`few_rows.py`) and `ring.py`.
-* With fp8 latents and products in fp8, a row block of 64 rows has `many_rows_fp8.py` and `ring.py`.
-* With fp8 latents, a row block of at most 32 rows has two consumers, which convert (`few_rows_fp8.py`), and `ring.py`.
+* A row block of at most 32 rows has one consumer (`few_rows.py`) and `latents.py`.
+* With fp8 latents and products in fp8, a row block of 64 rows has `many_rows_fp8.py` and `latents.py`.
+* With fp8 latents, a row block of at most 32 rows has two consumers, which convert (`few_rows_fp8.py`), and
+  `latents.py`.
 
 A latent is read once: its first columns are key and value, its rope columns are key only.
 """
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,64 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
+from quire.kernels.mla_hopper.latents import produce_latents
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum_values
 from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
-from quire.kernels.mla_hopper.ring import produce_ring
+from quire.kernels.mla_hopper.program import Config, Outputs, Program, Queries, Source
 from quire.kernels.mla_hopper.schedule import ROWS, Costs, Lengths, find_partition
-
-
-class Queries(NamedTuple):
-    """The two parts of the queries."""
-
-    nope: Any  # [num_tokens, NUM_HEADS, 512]
-    rope: Any  # [num_tokens, NUM_HEADS, 64]
-    stride_nope_token: Any
-    stride_nope_head: Any
-    stride_rope_token: Any
-    stride_rope_head: Any
-
-
-class Outputs(NamedTuple):
-    """The tensors of results, and the scratch for partials."""
-
-    out: Any  # [num_tokens, NUM_HEADS, 512]
-    lse: Any  # [num_tokens, NUM_HEADS] float32, or None
-    acc: Any  # [row blocks, partitions, 2, PARTIAL_ROWS, 512] float32, not normalised
-    m_i: Any  # [row blocks, partitions, 2, PARTIAL_ROWS] float32, running maximum as a base-2 exponent
-    l_i: Any  # the same shape, sum of exponentials relative to m_i
-    stride_out_token: Any
-    stride_out_head: Any
-    stride_lse: Any
-
-
-class Source(NamedTuple):
-    """Where the latents are."""
-
-    kv_desc: Any  # of columns as wide as a panel, or as a quarter if the latents are fp8
-    rope_desc: Any  # fp8 latents: of the rope columns
-    page_table: Any
-    stride_table: Any
-    table_width: Any
-    page_rows: Any  # rows of `kv_desc` from page to page
-    kv_ptr: Any  # the same latents: slot 0 of page 0
-    stride_row: Any  # from slot to slot
-
-
-class Program(NamedTuple):
-    """What the warps of a program are told of its work."""
-
-    queries: Any  # Queries
-    outputs: Any  # Outputs
-    lengths: Any  # schedule.Lengths
-    partition: Any  # schedule.Partition
-    index: Any  # of the partition
-    num_partitions: Any
-    row_block: Any
-    causal: Any
-    softmax_scale: Any
-    scale_ptr: Any  # the factor of fp8 latents, or None
 
 
 @gluon.jit(
@@ -116,8 +64,9 @@ def mla_hopper_kernel(
     partition = find_partition(lengths, index, num_partitions, costs, row_block, causal, NUM_HEADS)
     queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
+    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, BOX)
     program = Program(
-        queries, outputs, lengths, partition, index, num_partitions, row_block, causal, scale, scale_ptr
+        queries, outputs, lengths, partition, index, num_partitions, row_block, causal, scale, scale_ptr, config
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)
     # The lists after the functions: warps and registers of all but the first.
@@ -125,46 +74,42 @@ def mla_hopper_kernel(
         if FROM_FP8:
             gl.warp_specialize(
                 [
-                    (consume_fp8, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (consume_fp8, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                    (consume_fp8, (EVEN, s, program)),
+                    (consume_fp8, (ODD, s, program)),
+                    (produce_latents, (s.latents, source, program)),
                 ],
                 [4, 1], [232, 40],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [
-                    (consume_few, (s, program, NUM_HEADS, PARTIAL_ROWS, COLUMNS)),
-                    (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
-                ],
-                [1], [40],
+                [(consume_few, (s, program)), (produce_latents, (s.latents, source, program))], [1], [40]
             )  # fmt: skip
     elif FP8_MMA:
         gl.warp_specialize(
             [
-                (sum_values, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (sum_values, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (score, (s, program, NUM_HEADS)),
-                (produce_ring, (s.ring, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                (sum_values, (EVEN, s, program)),
+                (sum_values, (ODD, s, program)),
+                (score, (s, program)),
+                (produce_latents, (s.latents, source, program)),
             ],
             [4, 4, 1], [192, 96, 32],
         )  # fmt: skip
     elif FROM_FP8:
         gl.warp_specialize(
             [
-                (consume_many, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (consume_many, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (convert, (s, source, program, NUM_HEADS)),
-                (produce, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                (consume_many, (EVEN, s, program)),
+                (consume_many, (ODD, s, program)),
+                (convert, (s, source, program)),
+                (produce, (s, source, program)),
             ],
             [4, 4, 1], [208, 64, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consume_many, (EVEN, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (consume_many, (ODD, s, program, NUM_HEADS, PARTIAL_ROWS)),
-                (produce, (s, source, program, NUM_HEADS, PAGE_SIZE, BOX)),
+                (consume_many, (EVEN, s, program)),
+                (consume_many, (ODD, s, program)),
+                (produce, (s, source, program)),
             ],
             [4, 1], [232, 40],
         )  # fmt: skip

@@ -11,22 +11,22 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.hopper.tma import matrix_of, page_box
 from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
+from quire.kernels.tma import matrix_of, page_box
 from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
 TILE = 64  # keys of a tile
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
-FEW_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
-SMALLEST_COLUMNS = 16
-FP8_TILES = 3  # tiles of a partition from which on products in fp8 are faster (NVIDIA H200, 2026-11-23)
-FEW_SEQS = 32  # up to this many sequences, programs of the combine belong to sequences, otherwise to boundaries
-COMBINED = 8192  # float32 numbers of partials that a program of the combine holds at once
-SMALLEST_COMBINE = 132  # programs below which a program combines fewer rows or columns
+MAX_COLUMN_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
+MIN_COLUMNS = 16
+MIN_FP8_TILES = 3  # tiles of a partition from which on products in fp8 are faster (NVIDIA H200, 2026-11-23)
+MAX_SEQS_OF_COMBINE_BY_SEQ = 32  # up to which programs of the combine belong to sequences, otherwise to boundaries
+COMBINE_NUMBERS = 8192  # float32 numbers of partials that a program of the combine holds at once
+MIN_COMBINE_PROGRAMS = 132  # programs below which a program combines fewer rows or columns
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class MLAHopperLaunch:
 
     @property
     def columns(self) -> int:
-        """Rows of a row block, a power of two. Up to FEW_ROWS, they are the columns of products whose rows are keys."""
-        rows = power_of_two(max(SMALLEST_COLUMNS, self.request.rows_per_seq))
-        return rows if rows <= FEW_ROWS else ROWS
+        """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
+        rows = power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq))
+        return rows if rows <= MAX_COLUMN_ROWS else ROWS
 
     @property
     def fp8_mma(self) -> bool:
@@ -68,7 +68,7 @@ class MLAHopperLaunch:
         spec, bounds = self.request.spec, self.request.bounds
         allowed = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
         tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), TILE)
-        return allowed and tiles >= FP8_TILES * self.num_partitions
+        return allowed and tiles >= MIN_FP8_TILES * self.num_partitions
 
     @property
     def num_partitions(self) -> int:
@@ -114,15 +114,16 @@ class MLAHopperLaunch:
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
         num_seqs, row_blocks = power_of_two(self.request.num_seqs), power_of_two(self.row_blocks)
-        by_sequence = num_seqs <= FEW_SEQS
+        by_sequence = num_seqs <= MAX_SEQS_OF_COMBINE_BY_SEQ
         partials = max(1, self.request.device.num_sms // row_blocks // num_seqs) if by_sequence else 2
         parts = min(16, max(2, power_of_two(partials)))
         columns, block_m = self.request.spec.kv_lora_rank, min(4, self.partial_rows)
         cut = num_seqs if by_sequence else max(1, self.request.device.num_sms // row_blocks)
         rows = cut * row_blocks * self.partial_rows
-        while block_m > 1 and (block_m * parts * columns > COMBINED or rows // block_m < 2 * SMALLEST_COMBINE):
+        too_few = 2 * MIN_COMBINE_PROGRAMS
+        while block_m > 1 and (block_m * parts * columns > COMBINE_NUMBERS or rows // block_m < too_few):
             block_m //= 2
-        while columns > 128 and rows // block_m * (WIDTHS[0] // columns) < SMALLEST_COMBINE:
+        while columns > 128 and rows // block_m * (WIDTHS[0] // columns) < MIN_COMBINE_PROGRAMS:
             columns //= 2
             parts = min(32, 2 * parts)
         return {

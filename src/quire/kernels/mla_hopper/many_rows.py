@@ -5,7 +5,7 @@ columns each. They share the scores as well: the even warpgroup computes those o
 warpgroup those of tiles 1, 3, 5. Each multiplies its probabilities with its half of the values. It hands them to the
 other warpgroup through shared memory, and multiplies those that the other hands over. So the tensor cores work for one
 warpgroup while the other computes its softmax. The division of columns and tiles is that of FlashMLA's "seesaw"
-schedule. Here both warpgroups take the tiles in order, so that the even tile's place is free while the odd tile is
+schedule. Here both warpgroups take the tiles in order, so that the even tile's stages are free while the odd tile is
 multiplied.
 
 When the rope columns of a tile have been multiplied, the tile's probabilities take their place in shared memory.
@@ -20,22 +20,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.addresses import reinterpret
-from quire.kernels.hopper.convert import peaks, scale_of_rows, scale_panels
-from quire.kernels.hopper.softmax import lse_of_rows
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, wait
+from quire.kernels.gluon.compat import reinterpret
+from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
+from quire.kernels.gluon.pipeline import wait
+from quire.kernels.gluon.softmax import lse_of_rows
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER
+from quire.kernels.mla_hopper.program import work_of
 from quire.kernels.mla_hopper.rescale import raised, rescaled
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
-from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
+from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of
+from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 
 @gluon.jit
-def consume_many(PARITY: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr):
+def consume_many(PARITY: gl.constexpr, s, program):
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
-    queries, outputs, lengths, partition = program.queries, program.outputs, program.lengths, program.partition
-    row_block, causal, scale_ptr, softmax_scale = (
-        program.row_block, program.causal, program.scale_ptr, program.softmax_scale,
-    )  # fmt: skip
+    partition, row_block = program.partition, program.row_block
+    scale_ptr, softmax_scale = program.scale_ptr, program.softmax_scale
     if scale_ptr is not None:
         softmax_scale *= gl.load(scale_ptr)
     seq, place = partition.seq, partition.first
@@ -44,14 +44,14 @@ def consume_many(PARITY: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PART
         # The compiler cannot know that this is 0. So it computes addresses here and keeps none of them in registers,
         # of which the loop over tiles has none to spare.
         zero = seq >> 30
-        panels = load_queries(PARITY, queries, lengths, seq, row_block + zero, NUM_HEADS)
-        work, next_place = work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS)
+        panels = load_queries(PARITY, program, seq, row_block + zero)
+        work, next_place = work_of(program, seq, place, row_block)
         if work.count > 0:
             scale = store_queries(PARITY, s, panels, works, softmax_scale)
             if PARITY == EVEN:
-                acc, m_i, l_i = attend_even(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
+                acc, m_i, l_i = attend_even(s, program, work, uses, odd_uses, scale)
             else:
-                acc, m_i, l_i = attend_odd(s, work, uses, odd_uses, row_block, causal, scale, NUM_HEADS)
+                acc, m_i, l_i = attend_odd(s, program, work, uses, odd_uses, scale)
             uses += (work.count + 1) // 2
             odd_uses += work.count // 2
             s.total.index(PARITY).store(l_i)
@@ -61,20 +61,22 @@ def consume_many(PARITY: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PART
             if scale_ptr is not None:
                 acc = scale_rows(acc, gl.full(m_i.shape, gl.load(scale_ptr), gl.float32, m_i.type.layout))
             if work.starts & work.ends:
-                store_result(PARITY, s, acc, m_i, l_i, outputs, work, row_block + zero, NUM_HEADS)
+                store_result(PARITY, s, program, work, row_block + zero, acc, m_i, l_i)
             else:
                 slot = ((row_block + zero) * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
-                store_partial(PARITY, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS)
+                store_partial(PARITY, program, slot, acc, m_i, l_i)
             works += 1
         seq += 1
         place = next_place
 
 
 @gluon.jit
-def load_queries(PARITY: gl.constexpr, queries, lengths, seq, row_block, NUM_HEADS: gl.constexpr):
+def load_queries(PARITY: gl.constexpr, program, seq, row_block):
     """Load half of the columns of a row block of queries, in panels. The even warpgroup also loads the rope columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    q_start, q_len = queries_of(lengths, seq)
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    queries = program.queries
+    q_start, q_len = queries_of(program.lengths, seq)
     rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
     owned = (token < q_len)[:, None]
@@ -214,7 +216,7 @@ def hand_over(PARITY: gl.constexpr, s, p, m_i):
 
 
 @gluon.jit
-def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
+def attend_even(s, program, work, use, odd_use, scale):
     """Return the state of the left columns; the sum is that of the even tiles."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
@@ -222,9 +224,7 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        acc, m_even, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + i, pos, zero, row_block, causal, scale, OF_OUT, NUM_HEADS
-        )
+        acc, m_even, l_i = attend_to_own_even_tile(s, program, work, acc, m_i, l_i, use + i, pos, zero, scale, OF_OUT)
         acc = finish_values(EVEN, EVEN, s, acc)
         wait(s.p_full[ODD], odd_use + i)
         m_i = s.maximum.index(ODD).load(gl.SliceLayout(1, OF_SCORES))
@@ -236,7 +236,7 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
     if work.count % 2 > 0:  # the last tile is even
         zero = (use + work.count) >> 30
         acc, m_i, l_i = attend_to_own_even_tile(
-            acc, m_i, l_i, s, work, use + work.count // 2, pos, zero, row_block, causal, scale, OF_OUT, NUM_HEADS
+            s, program, work, acc, m_i, l_i, use + work.count // 2, pos, zero, scale, OF_OUT
         )
         acc = finish_values(EVEN, EVEN, s, acc)
     mbarrier.arrive(s.q_empty, count=1)
@@ -244,12 +244,10 @@ def attend_even(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.c
 
 
 @gluon.jit
-def attend_to_own_even_tile(
-    acc, m_i, l_i, s, work, use, pos, zero, row_block, causal, scale, OF_OUT: gl.constexpr, NUM_HEADS: gl.constexpr
-):  # fmt: skip
+def attend_to_own_even_tile(s, program, work, acc, m_i, l_i, use, pos, zero, scale, OF_OUT: gl.constexpr):
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with the left columns."""
     scores = multiply_keys(EVEN, s, use, zero)
-    scores = mask_scores(scores, pos, work, row_block, causal, NUM_HEADS)
+    scores = apply_mask(scores, pos, work, program)
     zero_invisible_values(EVEN, s, zero, pos, work.visible)
     m_even = raised(m_i, gl.max(scores, 1) * scale)
     p = probabilities(scores, scale, m_even)
@@ -261,7 +259,7 @@ def attend_to_own_even_tile(
 
 
 @gluon.jit
-def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.constexpr):
+def attend_odd(s, program, work, use, odd_use, scale):
     """Return the state of the right columns; the sum is that of the odd tiles."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     OF_OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
@@ -270,7 +268,7 @@ def attend_odd(s, work, use, odd_use, row_block, causal, scale, NUM_HEADS: gl.co
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         scores = multiply_keys(ODD, s, odd_use + i, zero)
-        scores = mask_scores(scores, pos + TILE, work, row_block, causal, NUM_HEADS)
+        scores = apply_mask(scores, pos + TILE, work, program)
         zero_invisible_values(ODD, s, zero, pos + TILE, work.visible)
         highest = gl.max(scores, 1) * scale
         # The softmax of this tile overlaps the product of the even one.
@@ -306,13 +304,15 @@ def attend_to_even_tile(acc, m_i, s, use, zero, OF_SCORES: gl.constexpr):
 
 
 @gluon.jit
-def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_block, NUM_HEADS: gl.constexpr):
+def store_result(PARITY: gl.constexpr, s, program, work, row_block, acc, m_i, l_i):
     """Normalise and write this warpgroup's columns.
 
     They are staged in the place of its queries, which both warpgroups have multiplied: whole rows reach memory faster
     than the fragments of an accumulator.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    outputs = program.outputs
     empty = l_i == 0.0
     safe = gl.where(empty, 1.0, l_i)
     quarters = scale_rows(acc, 1.0 / safe)
@@ -340,9 +340,11 @@ def store_result(PARITY: gl.constexpr, s, acc, m_i, l_i, outputs, work, row_bloc
 
 
 @gluon.jit
-def store_partial(PARITY: gl.constexpr, acc, m_i, l_i, outputs, slot, PARTIAL_ROWS: gl.constexpr):
+def store_partial(PARITY: gl.constexpr, program, slot, acc, m_i, l_i):
     """Write this warpgroup's columns of a partial, not normalised."""
     OF_OUT: gl.constexpr = acc[0].type.layout
+    PARTIAL_ROWS: gl.constexpr = program.config.PARTIAL_ROWS
+    outputs = program.outputs
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
     cols = PARITY * HALF + gl.arange(0, QUARTER, gl.SliceLayout(0, OF_OUT))[None, :]
     into = outputs.acc + slot.to(gl.int64) * (PARTIAL_ROWS * 2 * HALF) + rows[:, None] * (2 * HALF) + cols

@@ -22,23 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.kernels.hopper.convert import (
+from quire.kernels.gluon.fp8 import (
     peaks,
     permute_for_fp8_operand,
     scale_of_rows,
     split_column_pairs,
     to_fp8,
 )
-from quire.kernels.hopper.pipeline import make_barriers
+from quire.kernels.gluon.pipeline import make_barrier, make_barriers, wait
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
-from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, make_barrier, wait
-from quire.kernels.mla_hopper.ring import allocate_ring, place_of, rope_of, wait_for_quarter
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of, work_of
-from quire.kernels.mla_hopper.softmax import finite, mask_scores, zero_invisible_rows
+from quire.kernels.mla_hopper.latents import make_latents
+from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE
+from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of
+from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
-TILES = gl.constexpr(5)  # of the ring
+TILES = gl.constexpr(5)  # in shared memory
 HANDED = gl.constexpr(2)  # tiles whose probabilities shared memory holds
 OF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.value, 32]))
 OF_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 32]))  # [columns, rows]
@@ -49,7 +50,7 @@ class Fp8Products(NamedTuple):
 
     q: Any  # [4, ROWS, QUARTER]: quarters of the queries
     q_rope: Any  # [1, ROWS, ROPE]
-    ring: Any  # Ring of fp8 latents
+    latents: Any  # Latents in fp8
     p: Any  # [HANDED, ROWS, TILE]: probabilities, whose keys are permuted by `permute_for_fp8_operand`
     alpha: Any  # [HANDED, ROWS]: factor of the output of the tiles before
     maximum: Any  # [1, ROWS]: of the sequence
@@ -68,7 +69,7 @@ def allocate_products(stored: gl.constexpr):
     return Fp8Products(
         gl.allocate_shared_memory(stored, [4, ROWS, QUARTER], gl.NVMMASharedLayout(128, 8, 2)),
         gl.allocate_shared_memory(stored, [1, ROWS, ROPE], NARROW),
-        allocate_ring(stored, 4 * TILES, 1),
+        make_latents(stored, 4 * TILES, 1),
         gl.allocate_shared_memory(stored, [HANDED, ROWS, TILE], NARROW),
         gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
@@ -81,30 +82,30 @@ def allocate_products(stored: gl.constexpr):
 
 
 @gluon.jit
-def score(s, program, NUM_HEADS: gl.constexpr):
+def score(s, program):
     """Compute the probabilities of every tile of the partition. One warpgroup runs this."""
-    lengths, partition = program.lengths, program.partition
+    partition = program.partition
     softmax_scale = program.softmax_scale
     if program.scale_ptr is not None:
         softmax_scale *= gl.load(program.scale_ptr)
     seq, place = partition.seq, partition.first
     tile, works = 0, 0
     while place < partition.high:
-        peak = peak_of_queries(program, seq, NUM_HEADS)
-        work, next_place = work_of(lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
+        peak = peak_of_queries(program, seq)
+        work, next_place = work_of(program, seq, place, program.row_block)
         if work.count > 0:
-            scale = softmax_scale * store_queries(s, program, seq, peak, NUM_HEADS)
+            scale = softmax_scale * store_queries(s, program, seq, peak)
             m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
             l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
             pos = work.tile * TILE
             scores = warpgroup_mma_wait(0, deps=[multiply_keys(s, tile)])
             for _ in range(work.count - 1):
                 ahead = multiply_keys(s, tile + 1)  # overlaps the softmax of this tile
-                m_i, l_i = hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS)
+                m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
                 scores = warpgroup_mma_wait(0, deps=[ahead])
                 tile += 1
                 pos += TILE
-            m_i, l_i = hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS)
+            m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
             tile += 1
             wait(s.total_empty, works + 1)
             s.maximum.index(0).store(m_i - LIFT)
@@ -116,9 +117,10 @@ def score(s, program, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def find_queries(program, seq, NUM_HEADS: gl.constexpr):
+def find_queries(program, seq):
     """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries
     q_start, q_len = queries_of(program.lengths, seq)
     rows = program.row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -132,9 +134,9 @@ def find_queries(program, seq, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def peak_of_queries(program, seq, NUM_HEADS: gl.constexpr):
+def peak_of_queries(program, seq):
     """Return the absolute maximum of each row of queries."""
-    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
+    nope, rope, owned = find_queries(program, seq)
     peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
     # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
     zero = seq >> 30
@@ -147,7 +149,7 @@ def peak_of_queries(program, seq, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def store_queries(s, program, seq, peak, NUM_HEADS: gl.constexpr):
+def store_queries(s, program, seq, peak):
     """Load the queries again, which registers have no room to keep, and store them to shared memory in fp8.
 
     Each row is scaled by a power of two, so that its absolute maximum is in [2^7, 2^8).
@@ -155,7 +157,7 @@ def store_queries(s, program, seq, peak, NUM_HEADS: gl.constexpr):
     Returns:
         The inverse scale of each row.
     """
-    nope, rope, owned = find_queries(program, seq, NUM_HEADS)
+    nope, rope, owned = find_queries(program, seq)
     factor, inverse = scale_of_rows(peak, 7)
     rope_columns = gl.load(rope, mask=owned, other=0.0)
     s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
@@ -179,20 +181,20 @@ def multiply_keys(s, tile):
     zero = tile >> 30
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
     for i in gl.static_range(4):
-        keys = s.ring.quarters.index(wait_for_quarter(s.ring, 4 * tile + i)).permute((1, 0))
+        keys = s.latents.quarters.tiles.index(s.latents.quarters.wait(4 * tile + i)).permute((1, 0))
         scores = warpgroup_mma(s.q.index(zero + i), keys, scores, use_acc=i > 0, is_async=True)
-    rope = rope_of(s.ring, 4 * tile).permute((1, 0))
+    rope = s.latents.rope_of(4 * tile).permute((1, 0))
     return warpgroup_mma(s.q_rope.index(zero), rope, scores, is_async=True)
 
 
 @gluon.jit
-def hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS: gl.constexpr):
+def hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale):
     """Store the probabilities of a tile, which begins at position `pos`, for the warpgroups that multiply them.
 
     Returns:
         The maximum and the sum of exponentials of the tiles up to this one.
     """
-    scores = mask_scores(scores, pos, work, program.row_block, program.causal, NUM_HEADS)
+    scores = apply_mask(scores, pos, work, program)
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale)
     shift = finite(m_new)
     p = gl.exp2(scores * scale[:, None] - (shift - LIFT)[:, None])
@@ -207,14 +209,14 @@ def hand_over(s, scores, m_i, l_i, tile, pos, work, program, scale, NUM_HEADS: g
 
 
 @gluon.jit
-def sum_values(SIDE: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr):
+def sum_values(SIDE: gl.constexpr, s, program):
     """Multiply probabilities with half of the columns of every tile, and write the results. Two warpgroups run this."""
-    lengths, partition, outputs = program.lengths, program.partition, program.outputs
+    partition = program.partition
     row_block = program.row_block
     seq, place = partition.seq, partition.first
     tile, works = 0, 0
     while place < partition.high:
-        work, next_place = work_of(lengths, partition, seq, place, row_block, program.causal, NUM_HEADS)
+        work, next_place = work_of(program, seq, place, row_block)
         if work.count > 0:
             acc = ()
             for _ in gl.static_range(4):
@@ -238,9 +240,9 @@ def sum_values(SIDE: gl.constexpr, s, program, NUM_HEADS: gl.constexpr, PARTIAL_
                 even, odd = scale_columns((acc[2 * i], acc[2 * i + 1]), factor)
                 results = (merge_columns(even, odd),)
                 if whole:
-                    store_result(results, 2 * SIDE + i, m_i, l_i, outputs, work, row_block * ROWS, NUM_HEADS, ROWS)
+                    store_result(program, work, row_block * ROWS, results, 2 * SIDE + i, m_i, l_i)
                 else:
-                    store_partial(results, 2 * SIDE + i, m_i, l_i, outputs, slot.to(gl.int64), PARTIAL_ROWS, ROWS)
+                    store_partial(program, slot.to(gl.int64), results, 2 * SIDE + i, m_i, l_i)
             works += 1
         seq += 1
         place = next_place
@@ -254,7 +256,7 @@ def add_tile(SIDE: gl.constexpr, s, acc, tile, pos, visible):
     acc is in even and odd columns of each quarter.
 
     A quarter is freed after a product has taken what was loaded of it. A load that no instruction has waited for may
-    read after TMA has overwritten its place.
+    read after TMA has overwritten its stage.
     """
     stage, use = tile % HANDED, tile // HANDED
     results = ()
@@ -263,7 +265,7 @@ def add_tile(SIDE: gl.constexpr, s, acc, tile, pos, visible):
         if i == 0:
             wait(s.p_full.index(stage), use)  # the keys have been multiplied
         even = add_product(s, even, acc[2 * i], stage)
-        mbarrier.arrive(s.ring.empty.index(place_of(s.ring, 4 * tile + 2 * SIDE + i)[0]), count=1)
+        s.latents.quarters.release(4 * tile + 2 * SIDE + i)
         results = results + (even, add_product(s, odd, acc[2 * i + 1], stage))
     mbarrier.arrive(s.p_empty.index(stage), count=1)
     return results
@@ -295,11 +297,11 @@ def value_operands(s, tile, QUARTER_I: gl.constexpr, pos, visible):
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OF_OUT, 4)
-    place = wait_for_quarter(s.ring, 4 * tile + QUARTER_I)
+    stage = s.latents.quarters.wait(4 * tile + QUARTER_I)
     if pos + TILE > visible:
         wait(s.p_full.index(tile % HANDED), tile // HANDED)  # the keys have been multiplied
-        zero_invisible_rows(s.ring.quarters.index(place), pos, visible)
+        zero_invisible_rows(s.latents.quarters.tiles.index(stage), pos, visible)
         fence_async_shared()  # TMA overwrites what was zeroed
-    pairs = column_pairs(s.ring.quarters.index(place)).permute((1, 0)).load(LAYOUT)
+    pairs = column_pairs(s.latents.quarters.tiles.index(stage)).permute((1, 0)).load(LAYOUT)
     even, odd = split_column_pairs(gl.convert_layout(permute_for_fp8_operand(pairs), OPERAND))
     return even.to(s.q.dtype, bitcast=True), odd.to(s.q.dtype, bitcast=True)

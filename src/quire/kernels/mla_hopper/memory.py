@@ -1,4 +1,4 @@
-"""The shared memory of the MLA kernel: a place for each quarter of two tiles, and the barriers that hand them over.
+"""The shared memory of the MLA kernel: a stage for each quarter of two tiles, and the barriers that hand them over.
 
 A barrier's i-th phase belongs to the i-th use of what it guards.
 """
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from quire.kernels.gluon.pipeline import make_barrier
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 
 HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
@@ -47,7 +47,7 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     raw_full, peak_full = (), ()
     if FROM_FP8:
-        raw_full, peak_full = make_barriers(8), (make_barrier(2),)
+        raw_full, peak_full = one_by_one(8), (make_barrier(2),)
     return Shared(
         gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
@@ -55,11 +55,11 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
         gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        make_barriers(8),
-        make_barriers(8),
+        one_by_one(8),
+        one_by_one(8),
         make_barrier(2),
         make_barrier(2),
-        make_barriers(2),
+        one_by_one(2),
         make_barrier(2),
         raw_full,
         peak_full,
@@ -67,23 +67,9 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
 
 
 @gluon.jit
-def make_barrier(ARRIVALS: gl.constexpr):
-    """Allocate a barrier that completes after ARRIVALS arrivals."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, ARRIVALS)
-    return barrier
-
-
-@gluon.jit
-def make_barriers(NUMBER: gl.constexpr):
-    """Allocate barriers that complete after one arrival."""
+def one_by_one(NUMBER: gl.constexpr):
+    """Allocate barriers that complete after one arrival. Each has its own place, which the compiler knows."""
     barriers = ()
     for _ in gl.static_range(NUMBER):
         barriers = barriers + (make_barrier(1),)
     return barriers
-
-
-@gluon.jit
-def wait(barrier, phase):
-    """Wait until a barrier has completed its phase-th phase."""
-    mbarrier.wait(barrier, phase & 1)

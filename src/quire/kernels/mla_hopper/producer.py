@@ -2,18 +2,19 @@
 
 They are loaded by TMA. If they are fp8, a warpgroup converts them.
 
-fp8 latents arrive in the places that their float16 numbers will have: the raw quarter fills the first half of its
-place. The converting warpgroup reads it, and writes float16 over it. float16 represents every e4m3 number exactly.
+fp8 latents arrive in the stages that their float16 numbers will have: the raw quarter fills the first half of its
+stage. The converting warpgroup reads it, and writes float16 over it. float16 represents every e4m3 number exactly.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quire.kernels.hopper.addresses import reinterpret
-from quire.kernels.hopper.pipeline import tma_load
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, wait
-from quire.kernels.mla_hopper.schedule import TILE, first_tile, work_of
+from quire.kernels.gluon.compat import reinterpret, tma_load
+from quire.kernels.gluon.pipeline import wait
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE
+from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.schedule import TILE, first_tile
 
 # Tiles of a partition up to which L2 fetches ahead. In longer loops that was slower (NVIDIA H200, 2026-11-25; what it
 # gains is in docs/notes/mla_hopper.md).
@@ -21,9 +22,11 @@ FETCHED_AHEAD = gl.constexpr(24)
 
 
 @gluon.jit
-def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+def produce(s, source, program):
     """Load the latents of every tile of the partition. The producer warp runs this."""
     partition, table_width = program.partition, source.table_width
+    PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
+    BOX: gl.constexpr = program.config.BOX
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
@@ -35,7 +38,7 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
         # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
         pos = first_tile(partition, place + partition.overhead) * TILE
         pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_place = work_of(program.lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
+        work, next_place = work_of(program, seq, place, program.row_block)
         stop = gl.minimum(pos + work.count * TILE, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
         end = pos + work.count * TILE
@@ -49,7 +52,7 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
             for i in gl.static_range(4):
                 load_quarter(s, source, rows, EVEN, ORDER[EVEN][i], uses, BOX)
             if fetches_ahead & (pos + PAIR < end):
-                fetch_into_l2(source, pages, lane, pos + PAIR, program.row_block, PAGE_SIZE, BOX)
+                fetch_into_l2(source, program, pages, lane, pos + PAIR)
             if has_odd:
                 for i in gl.static_range(4):
                     load_quarter(s, source, rows, ODD, ORDER[ODD][i], odd_uses, BOX)
@@ -61,15 +64,17 @@ def produce(s, source, program, NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr
 
 
 @gluon.jit
-def fetch_into_l2(source, pages, lane, pos, row_block, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr):
+def fetch_into_l2(source, program, pages, lane, pos):
     """Let the L2 cache fetch two tiles from position `pos` on. The programs of all row blocks share this work.
 
     The fetches are plain instructions, since TMA takes as long for a fetch as for a load.
     """
+    PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
+    BOX: gl.constexpr = program.config.BOX
     BITS: gl.constexpr = source.kv_desc.dtype.primitive_bitwidth
     LINE: gl.constexpr = 1024 // BITS  # elements of 128 bytes
     for group in gl.static_range(2 * TILE // 32):  # of 32 latents, one for each lane
-        if group % gl.num_programs(0) == row_block:
+        if group % gl.num_programs(0) == program.row_block:
             page = lane * 0
             for box in gl.static_range(max(1, 32 // BOX)):
                 number = gl.sum(gl.where(lane == group * 32 // BOX + box, pages, 0), 0)
@@ -91,24 +96,24 @@ def load_pages(row, pos, stop, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def load_quarter(s, source, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use, BOX: gl.constexpr):
-    """Load a quarter of a tile when its place is free. The quarter that is multiplied last brings the rope columns."""
+    """Load a quarter of a tile when its stage is free. The quarter that is multiplied last brings the rope columns."""
     kv_desc, rope_desc = source.kv_desc, source.rope_desc
-    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
+    STAGE: gl.constexpr = PARITY * 4 + QUARTER_I
     WITH_ROPE: gl.constexpr = brings_rope(PARITY, QUARTER_I)
     COLUMNS: gl.constexpr = QUARTER + ROPE if WITH_ROPE else QUARTER
-    full = s.full[PLACE] if rope_desc is None else s.raw_full[PLACE]
-    wait(s.empty[PLACE], use + 1)
+    full = s.full[STAGE] if rope_desc is None else s.raw_full[STAGE]
+    wait(s.empty[STAGE], use + 1)
     mbarrier.expect(full, TILE * COLUMNS * kv_desc.dtype.primitive_bitwidth // 8)
     for box in gl.static_range(TILE // BOX):
         row = rows[PARITY * (TILE // BOX) + box]
         if rope_desc is None:
             for panel in gl.static_range(QUARTER // PANEL):
-                into = s.kv.index(PLACE).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
+                into = s.kv.index(STAGE).slice(panel * PANEL, PANEL, 1).slice(box * BOX, BOX)
                 tma_load(kv_desc, [row, QUARTER_I * QUARTER + panel * PANEL], full, into)
             if WITH_ROPE:
                 tma_load(kv_desc, [row, 2 * HALF], full, s.kv_rope.index(PARITY).slice(box * BOX, BOX))
         else:
-            into = raw_tile(s.kv.index(PLACE), kv_desc).slice(box * BOX, BOX)
+            into = raw_tile(s.kv.index(STAGE), kv_desc).slice(box * BOX, BOX)
             tma_load(kv_desc, [row, QUARTER_I * QUARTER], full, into)
             if WITH_ROPE:
                 into = raw_tile(s.kv_rope.index(PARITY), rope_desc).slice(box * BOX, BOX)
@@ -122,19 +127,19 @@ def brings_rope(parity, quarter):
 
 
 @gluon.jit
-def raw_tile(place, desc):
-    """Return a place of 16-bit numbers as one of twice as many rows of 8-bit numbers."""
-    return reinterpret(place, desc.dtype, [2 * place.shape[0], place.shape[1]], desc.layout)
+def raw_tile(stage, desc):
+    """Return a stage of 16-bit numbers as one of twice as many rows of 8-bit numbers."""
+    return reinterpret(stage, desc.dtype, [2 * stage.shape[0], stage.shape[1]], desc.layout)
 
 
 @gluon.jit
-def convert(s, source, program, NUM_HEADS: gl.constexpr):
+def convert(s, source, program):
     """Convert the latents of every tile of the partition. One warpgroup runs this."""
     partition = program.partition
     seq, place = partition.seq, partition.first
     uses, odd_uses = 0, 0
     while place < partition.high:
-        work, next_place = work_of(program.lengths, partition, seq, place, program.row_block, program.causal, NUM_HEADS)
+        work, next_place = work_of(program, seq, place, program.row_block)
         left = work.count
         while left > 0:
             for i in gl.static_range(4):
@@ -151,15 +156,15 @@ def convert(s, source, program, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def convert_quarter(s, source, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, use):
-    """Convert a quarter of a tile in its place when it has arrived."""
-    PLACE: gl.constexpr = PARITY * 4 + QUARTER_I
+    """Convert a quarter of a tile in its stage when it has arrived."""
+    STAGE: gl.constexpr = PARITY * 4 + QUARTER_I
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    wait(s.raw_full[PLACE], use)
-    raw = raw_tile(s.kv.index(PLACE), source.kv_desc).slice(0, TILE).load(WIDE)
-    s.kv.index(PLACE).store(raw.to(s.kv.dtype))
+    wait(s.raw_full[STAGE], use)
+    raw = raw_tile(s.kv.index(STAGE), source.kv_desc).slice(0, TILE).load(WIDE)
+    s.kv.index(STAGE).store(raw.to(s.kv.dtype))
     if brings_rope(PARITY, QUARTER_I):
         rope = raw_tile(s.kv_rope.index(PARITY), source.rope_desc).slice(0, TILE).load(NARROW)
         s.kv_rope.index(PARITY).store(rope.to(s.kv.dtype))
     fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one
-    mbarrier.arrive(s.full[PLACE], count=1)
+    mbarrier.arrive(s.full[STAGE], count=1)

@@ -8,7 +8,6 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
-from quire.kernels.hopper.tma import page_box
 from quire.kernels.launch import Runner, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
@@ -16,6 +15,7 @@ from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
+from quire.kernels.tma import page_box
 from quire.kernels.views import Matrix
 
 

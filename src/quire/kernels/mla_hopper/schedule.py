@@ -164,22 +164,6 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def work_of(lengths, partition, seq, place, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the tiles of a sequence that the partition holds, and the next sequence's place in the list.
-
-    The sequence's own place is `place`.
-    """
-    q_start, q_len = queries_of(lengths, seq)
-    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS)
-    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-    place += gl.where(tiles > 0, partition.overhead, 0)
-    start = first_tile(partition, place)
-    stop = gl.minimum(partition.high - place, tiles)
-    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
-    return work, place + tiles
-
-
-@gluon.jit
 def first_tile(partition, place):
     """Return the first tile of a sequence that is in the partition; the sequence's tiles begin at `place`."""
     return gl.maximum(partition.low - place, 0)

@@ -3,14 +3,16 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.addresses import reinterpret
+from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.mla_hopper.memory import QUARTER
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 
 
 @gluon.jit
-def mask_scores(scores, pos, work, row_block, causal, NUM_HEADS: gl.constexpr):
+def apply_mask(scores, pos, work, program):
     """Set scores of invisible keys to -inf, in a tile that begins at position `pos`. Scores are [ROWS, TILE]."""
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    row_block, causal = program.row_block, program.causal
     LAYOUT: gl.constexpr = scores.type.layout
     low_token = row_block * ROWS // NUM_HEADS
     if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + low_token + 1, work.seq_len), work.seq_len):

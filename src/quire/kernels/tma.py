@@ -20,7 +20,7 @@ from quire.kernels.views import Matrix
 MAX_COORDINATE = 1 << 31  # TMA coordinates are int32
 # Rows of a page in one TMA load, below which 16-bit rows are faster one by one: with pages of 8, 4,096 tokens took 224
 # us so and 363 in boxes (32/8 heads of 128, NVIDIA H200, 2026-11-28).
-LEAST_FAST_BOX = 16
+MIN_FAST_BOX_ROWS = 16
 
 
 def matrix_of(
@@ -109,9 +109,9 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
 def has_boxes(cache: PagedKVCache) -> bool:
     """Whether TMA loads several rows of a page at once; rows are gathered one by one if not."""
     box = page_box(cache)
-    if MIN_TMA_BOX <= box < LEAST_FAST_BOX:
+    if MIN_TMA_BOX <= box < MIN_FAST_BOX_ROWS:
         return cache.dtype.itemsize == 1 or not has_pieces_of_16_bytes(cache)
-    return box >= LEAST_FAST_BOX
+    return box >= MIN_FAST_BOX_ROWS
 
 
 def has_pieces_of_16_bytes(cache: PagedKVCache) -> bool:

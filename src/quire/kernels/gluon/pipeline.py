@@ -1,7 +1,7 @@
 """`SmemPipeline`: a circular buffer of shared-memory tiles between producers and consumers. It owns all barriers.
 
 A pipeline has STAGES tiles and two barriers for each of them. `full` completes when all bytes of a TMA load have
-arrived, or with `producer_commit`. `empty` completes when every consumer has released the tile. There are spare `full`
+arrived, or with `commit`. `empty` completes when every consumer has released the tile. There are spare `full`
 barriers, for tiles that the producer has to change before consumers may read them. The i-th use of a pipeline is of
 stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
 
@@ -9,23 +9,23 @@ The tiles of some pipelines are copied row by row (`gather.py`). Then `full` com
 of the producer have arrived, and there are no spare barriers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quire.kernels.hopper.addresses import address_of, reinterpret
-
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed after Triton 3.6
+from quire.kernels.gluon.addresses import address_of
+from quire.kernels.gluon.compat import aggregate, reinterpret, tma_load
 
 SWIZZLE_BYTES = gl.constexpr(128)  # the widest row that TMA swizzles
 THREADS = gl.constexpr(128)  # of a warpgroup
 SPARES = gl.constexpr(2)  # barriers of a pipeline for tiles that the producer changes
 
 
-class SmemPipeline(NamedTuple):
+@aggregate
+class SmemPipeline:
     """Tiles and their barriers.
 
     The extents of a buffer are powers of two. So a tile of 192 columns is in two buffers, or in three next to each
@@ -33,10 +33,107 @@ class SmemPipeline(NamedTuple):
     """
 
     tiles: Any  # [STAGES * buffers next to each other, rows, columns]
-    more: tuple  # a buffer of the columns after those, if there are more
+    more: Any  # a tuple: a buffer of the columns after those, if there are more
     full: Any
     empty: Any
-    addresses: tuple  # of the first tile, and of the columns after those in `tiles`, if they are known
+    addresses: Any  # a tuple: of the first tile, and of the columns after those in `tiles`, if they are known
+    STAGES: gl.constexpr
+    FULLS: gl.constexpr  # barriers in `full` besides spare ones: STAGES, or twice as many (`mla_hopper/latents.py`)
+    COLUMNS: gl.constexpr  # of a tile
+    BYTES: gl.constexpr  # of a tile
+    COPIED: gl.constexpr  # whether its rows are copied one by one
+
+    @gluon.jit
+    def buffers(self, stage):
+        """Return the buffers of a stage's tile."""
+        BUFFERS: gl.constexpr = self.tiles.shape[0] // self.STAGES
+        buffers = ()
+        for i in gl.static_range(BUFFERS):
+            buffers = buffers + (self.tiles.index(stage * BUFFERS + i),)
+        if len(self.more) > 0:
+            buffers = buffers + (self.more[0].index(stage),)
+        return buffers
+
+    @gluon.jit
+    def piece(self, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+        """Return COLUMNS columns of a tile in shared memory, from column FIRST on."""
+        WIDTH: gl.constexpr = self.tiles.shape[2]
+        piece = self.buffers(stage)[FIRST // WIDTH]
+        if piece.shape[1] > COLUMNS:
+            piece = piece.slice(FIRST % WIDTH, COLUMNS, dim=1)
+        return piece
+
+    @gluon.jit
+    def stage_of(self, i):
+        """Return the stage of the i-th use."""
+        return i % self.STAGES
+
+    # What a producer does.
+
+    @gluon.jit
+    def acquire(self, i):
+        """Wait until the stage of the i-th use is free, and return it."""
+        # The phase before the first counts as completed, so the first STAGES uses do not wait.
+        wait_at(self.empty, i % self.STAGES, i // self.STAGES + 1)
+        return i % self.STAGES
+
+    @gluon.jit
+    def commit(self, i):
+        """Let consumers read the i-th use, which this warpgroup filled by stores."""
+        fence_async_shared()  # as in `fence_copies`
+        mbarrier.arrive(self.full.index(i % self.STAGES), count=1)
+
+    @gluon.jit
+    def commit_copies(self, stage):
+        """Let a stage be full when the copies that each thread of the producer has begun are complete."""
+        async_copy.mbarrier_arrive(self.full.index(stage), increment_count=False)
+
+    @gluon.jit
+    def expect_tile(self, stage):
+        """Let a stage be full when the bytes of its tile have been loaded by TMA."""
+        if self.COPIED:  # the barrier counts all threads of the producer: all but the one that expects bytes arrive
+            mbarrier.arrive(self.full.index(stage), count=32 * gl.num_warps() - 1)
+        expect_bytes(self.full.index(stage), self.BYTES)
+
+    # What consumers do.
+
+    @gluon.jit
+    def wait(self, i, condition=True):
+        """Wait until the i-th use has been filled, if a condition holds, and return its stage."""
+        stage = self.wait_without_fence(i, condition)
+        self.fence_copies()
+        return stage
+
+    @gluon.jit
+    def wait_without_fence(self, i, condition=True):
+        """Do what `wait` does, for a use that `fence_copies` follows."""
+        wait_at(self.full, i % self.FULLS, i // self.FULLS, condition)
+        return i % self.STAGES
+
+    @gluon.jit
+    def fence_copies(self):
+        """Let tensor cores, which use the async proxy, read uses that were waited for: copies use the generic one."""
+        if self.COPIED:
+            fence_async_shared()
+
+    @gluon.jit
+    def release(self, i):
+        """Let the producer overwrite the i-th use, which this warpgroup has read. All its warps arrive together."""
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
+
+    @gluon.jit
+    def release_unread(self, i, RELEASES: gl.constexpr):
+        """Let the producer overwrite the i-th use, of which this warpgroup reads nothing: all its RELEASES arrive."""
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=RELEASES)
+
+    @gluon.jit
+    def release_operand(self, i):
+        """Let the producer overwrite the i-th use, when all products of this warpgroup with it are complete.
+
+        Each thread arrives, and no warp waits for another one. The instruction waits for the asynchronous copies of a
+        thread, and consumers have none. It does not wait for loads, so tiles that are loaded need `release`.
+        """
+        async_copy.mbarrier_arrive(self.empty.index(i % self.STAGES), increment_count=False)
 
 
 @gluon.jit
@@ -46,7 +143,7 @@ def make_pipeline(
 ):  # fmt: skip
     """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied by COPYING_WARPS if any.
 
-    There is one arrival of each warpgroup (`consumer_release`), or one of each thread (`release_operand`).
+    There is one arrival of each warpgroup (`release`), or one of each thread (`release_operand`).
     ADDRESSED: addresses are known. Shared memory must be marked. IN_A_ROW: a tile's panels are next to each other.
     """
     BITS: gl.constexpr = element.primitive_bitwidth
@@ -67,13 +164,10 @@ def make_pipeline(
         full = make_barriers(STAGES, 32 * COPYING_WARPS)
     else:
         full = make_barriers(STAGES + SPARES, 1)
-    return SmemPipeline(tiles, more, full, make_barriers(STAGES, RELEASES), addresses)
-
-
-@gluon.constexpr_function
-def is_copied(full, empty):
-    """Whether the tiles of a pipeline with these barriers are copied row by row."""
-    return full.shape[0] == empty.shape[0]
+    empty = make_barriers(STAGES, RELEASES)
+    return SmemPipeline(
+        tiles, more, full, empty, addresses, STAGES, STAGES, COLUMNS, ROWS * COLUMNS * BITS // 8, COPYING_WARPS > 0
+    )
 
 
 @gluon.constexpr_function
@@ -96,20 +190,6 @@ def height_of_buffer(rows):
 
 
 @gluon.constexpr_function
-def columns_of(tiles, more):
-    """Return the columns of the tiles of a pipeline with these buffers, one for each stage."""
-    return tiles.shape[2] + sum(buffer.shape[2] for buffer in more)
-
-
-@gluon.constexpr_function
-def bytes_of_tile(tiles, more, empty):
-    """Return the bytes of a tile of a pipeline with these buffers and barriers."""
-    buffers = (tiles, *more)
-    numbers = sum(b.shape[0] // empty.shape[0] * b.shape[1] * b.shape[2] for b in buffers)
-    return numbers * tiles.dtype.primitive_bitwidth // 8
-
-
-@gluon.constexpr_function
 def pieces_of(width, least):
     """Return the (first column, number of columns) of the pieces that products of `width` columns are made of.
 
@@ -127,25 +207,11 @@ def pieces_of(width, least):
 
 
 @gluon.jit
-def buffers_of(pipe, stage):
-    """Return the buffers of a stage's tile."""
-    BUFFERS: gl.constexpr = pipe.tiles.shape[0] // pipe.empty.shape[0]
-    buffers = ()
-    for i in gl.static_range(BUFFERS):
-        buffers = buffers + (pipe.tiles.index(stage * BUFFERS + i),)
-    if len(pipe.more) > 0:
-        buffers = buffers + (pipe.more[0].index(stage),)
-    return buffers
-
-
-@gluon.jit
-def piece_of(pipe, stage, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return COLUMNS columns of a tile in shared memory, from column FIRST on."""
-    WIDTH: gl.constexpr = pipe.tiles.shape[2]
-    piece = buffers_of(pipe, stage)[FIRST // WIDTH]
-    if piece.shape[1] > COLUMNS:
-        piece = piece.slice(FIRST % WIDTH, COLUMNS, dim=1)
-    return piece
+def make_barrier(ARRIVALS: gl.constexpr):
+    """Allocate a barrier that completes after ARRIVALS arrivals."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, ARRIVALS)
+    return barrier
 
 
 @gluon.jit
@@ -158,39 +224,24 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def wait(barriers, stage, phase, condition=True):
+def wait(barrier, phase, condition=True):
     """Wait until a barrier has completed its phase-th phase, if a condition holds."""
-    mbarrier.wait(barriers.index(stage), phase & 1, pred=condition)
+    mbarrier.wait(barrier, phase & 1, pred=condition)
 
 
 @gluon.jit
-def producer_acquire(pipe, i):
-    """Wait until the stage of the i-th use is free, and return it."""
-    STAGES: gl.constexpr = pipe.empty.shape[0]
-    wait(pipe.empty, i % STAGES, i // STAGES + 1)  # the phase before the first counts as completed
-    return i % STAGES
+def wait_at(barriers, stage, phase, condition=True):
+    """Do what `wait` does, for one of several barriers."""
+    wait(barriers.index(stage), phase, condition)
 
 
 @gluon.jit
-def expect_bytes(barriers, stage, BYTES: gl.constexpr):
+def expect_bytes(barrier, BYTES: gl.constexpr):
     """Let a barrier complete when BYTES bytes have been loaded; immediately if BYTES is 0."""
     if BYTES == 0:
-        mbarrier.arrive(barriers.index(stage), count=1)
+        mbarrier.arrive(barrier, count=1)
     else:
-        mbarrier.expect(barriers.index(stage), BYTES)
-
-
-@gluon.jit
-def commit_copies(pipe, stage):
-    """Let a stage be full when the copies that each thread of the producer has begun are complete."""
-    async_copy.mbarrier_arrive(pipe.full.index(stage), increment_count=False)
-
-
-@gluon.jit
-def expect_box(pipe, stage, BYTES: gl.constexpr):
-    """Let a stage be full when BYTES bytes have been loaded, in a pipeline whose other tiles are copied."""
-    mbarrier.arrive(pipe.full.index(stage), count=32 * gl.num_warps() - 1)  # for all threads but one
-    expect_bytes(pipe.full, stage, BYTES)
+        mbarrier.expect(barrier, BYTES)
 
 
 @gluon.jit
@@ -235,59 +286,7 @@ def load_rows(
 
 
 @gluon.jit
-def consumer_wait(pipe, i, condition=True):
-    """Wait until the i-th use has been filled, if a condition holds, and return its stage."""
-    stage = consumer_wait_without_fence(pipe, i, condition)
-    fence_copies(pipe)
-    return stage
-
-
-@gluon.jit
-def consumer_wait_without_fence(pipe, i, condition=True):
-    """Do what `consumer_wait` does, for a use that `fence_copies` follows."""
-    STAGES: gl.constexpr = pipe.empty.shape[0]
-    wait(pipe.full, i % STAGES, i // STAGES, condition)
-    return i % STAGES
-
-
-@gluon.jit
-def fence_copies(pipe):
-    """Let tensor cores, which use the async proxy, read uses that were waited for: copies use the generic one."""
-    if is_copied(pipe.full, pipe.empty):
-        fence_async_shared()
-
-
-@gluon.jit
-def consumer_wait_for_both(k_pipe, k_i, v_pipe, v_i):
+def wait_for_both(k_pipe, k_i, v_pipe, v_i):
     """Wait for keys and for values, with one fence if they are copied, and return their stages."""
-    k_stage = consumer_wait_without_fence(k_pipe, k_i)
-    return k_stage, consumer_wait(v_pipe, v_i)
-
-
-@gluon.jit
-def producer_commit(pipe, i):
-    """Let consumers read the i-th use, which this warpgroup filled by stores."""
-    fence_async_shared()  # as in `consumer_wait`
-    mbarrier.arrive(pipe.full.index(i % pipe.empty.shape[0]), count=1)
-
-
-@gluon.jit
-def consumer_release(pipe, i):
-    """Let the producer overwrite the i-th use, which this warpgroup has read. All its warps arrive together."""
-    mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=1)
-
-
-@gluon.jit
-def release_unread(pipe, i, RELEASES: gl.constexpr):
-    """Let the producer overwrite the i-th use, of which this warpgroup reads nothing: all its RELEASES arrive."""
-    mbarrier.arrive(pipe.empty.index(i % pipe.empty.shape[0]), count=RELEASES)
-
-
-@gluon.jit
-def release_operand(pipe, i):
-    """Let the producer overwrite the i-th use, when all products of this warpgroup with it are complete.
-
-    Each thread arrives, and no warp waits for another one. The instruction waits for the asynchronous copies of a
-    thread, and consumers have none. It does not wait for loads, so tiles that are loaded need `consumer_release`.
-    """
-    async_copy.mbarrier_arrive(pipe.empty.index(i % pipe.empty.shape[0]), increment_count=False)
+    k_stage = k_pipe.wait_without_fence(k_i)
+    return k_stage, v_pipe.wait(v_i)

@@ -8,9 +8,7 @@ used.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# These were renamed after Triton 3.6.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+from quire.kernels.gluon.compat import barrier, reinterpret
 
 
 @gluon.jit

@@ -1,0 +1,74 @@
+"""The shared memory of a program."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quire.kernels.gluon.addresses import mark_shared_memory
+from quire.kernels.gluon.pipeline import make_pipeline
+from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
+from quire.kernels.hopper.tile_scheduler import SEQS
+from quire.kernels.hopper.work_tile import ROWS, WORDS
+
+
+class Memory(NamedTuple):
+    """Pipelines, and the work tiles that the producer publishes."""
+
+    q: Any  # SmemPipeline
+    k: Any
+    v: Any
+    published: Any  # [Q_STAGES * WORDS, 1] int32
+
+
+@gluon.constexpr_function
+def whole_panels(columns):
+    """Return the columns of a tile: those of a head, in whole panels of 64."""
+    return (columns + 63) // 64 * 64
+
+
+@gluon.jit
+def allocate(queries: gl.constexpr, element: gl.constexpr, config):
+    """Allocate the pipelines of queries, and of keys and values of type `element`, from which consumers read.
+
+    Returns:
+        The Memory, and the memory of `order_by_keys`.
+    """
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    COLUMNS: gl.constexpr = whole_panels(config.HEAD_DIM)
+    COLUMNS_V: gl.constexpr = whole_panels(config.HEAD_DIM_V)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
+    V_IN_PIECES: gl.constexpr = config.PIECES or IN_PIECES
+    if V_IN_PIECES:
+        mark_shared_memory()
+    q = make_pipeline(
+        queries, config.WARPGROUPS * ROWS, COLUMNS, config.Q_STAGES, config.WARPGROUPS, 0, IN_PIECES
+    )  # fmt: skip
+    # Warps that copy tiles, if rows are gathered: of those that are converted, to the pipelines of `allocate_stored`.
+    COPYING: gl.constexpr = GATHER_WARPS if config.KV_BOX == 0 else 0
+    K_COPYING: gl.constexpr = COPYING if config.QUANTISED_STAGES == 0 or config.FP8_MMA else 0
+    V_COPYING: gl.constexpr = COPYING if config.QUANTISED_STAGES == 0 else 0
+    RELEASES: gl.constexpr = config.WARPGROUPS * config.RELEASES
+    k = make_pipeline(element, BLOCK_N, COLUMNS, config.STAGES, RELEASES, K_COPYING, IN_PIECES, IN_PIECES)
+    if config.FP8_MMA:  # values are transposed
+        v = make_pipeline(element, COLUMNS_V, BLOCK_N, config.STAGES, RELEASES)
+    else:
+        v = make_pipeline(element, BLOCK_N, COLUMNS_V, config.STAGES, RELEASES, V_COPYING, V_IN_PIECES, V_IN_PIECES)
+    published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS, 1], FLAT)
+    places = published
+    if not config.INTERVALS:  # of sequences in the order of work tiles
+        places = gl.allocate_shared_memory(gl.int32, [4 if config.CUT_SLOTS > 0 else 2, SEQS], FLAT)
+    return Memory(q, k, v, published), places
+
+
+@gluon.jit
+def allocate_stored(memory, element: gl.constexpr, config):
+    """Allocate the pipelines of tiles that are converted, of type `element`; return the Memory that is loaded to."""
+    COPYING: gl.constexpr = GATHER_WARPS if config.KV_BOX == 0 else 0
+    STAGES: gl.constexpr = config.QUANTISED_STAGES
+    k = memory.k
+    if not config.FP8_MMA:
+        k = make_pipeline(element, config.BLOCK_N, whole_panels(config.HEAD_DIM), STAGES, 1, COPYING)
+    v = make_pipeline(element, config.BLOCK_N, whole_panels(config.HEAD_DIM_V), STAGES, 1, COPYING)
+    return Memory(memory.q, k, v, memory.published)

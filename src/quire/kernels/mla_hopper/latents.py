@@ -1,0 +1,109 @@
+"""A pipeline of quarters of tiles, and the producer warp that loads them by TMA: for row blocks of at most 32 rows, and
+for products in fp8.
+
+A tile's rope columns arrive with its last quarter.
+
+A warpgroup that waits for a phase of a barrier must have seen the phase before, since a barrier tells odd from even
+phases only. Where two warpgroups take the tiles in turn, and three tiles fit, the tile before in a stage is the other
+warpgroup's. So there are two barriers for each stage then: all tiles of a barrier are one warpgroup's.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quire.kernels.gluon.compat import aggregate, tma_load
+from quire.kernels.gluon.pipeline import SmemPipeline
+from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
+from quire.kernels.mla_hopper.producer import load_pages
+from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.schedule import TILE, first_tile
+
+
+@aggregate
+class Latents:
+    """The latents in shared memory. The i-th use of the pipeline is the i-th quarter that is loaded."""
+
+    quarters: Any  # SmemPipeline of [TILE, QUARTER]
+    rope: Any  # [tiles, TILE, ROPE]: rope columns, which arrive and are freed with a tile's last quarter
+
+    @gluon.jit
+    def rope_of(self, i):
+        """Return the rope columns of the tile to which the i-th quarter belongs."""
+        return self.rope.index(i // 4 % self.rope.shape[0])
+
+
+@gluon.jit
+def make_latents(element: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate memory for latents of type `element`. CONSUMERS warpgroups take tiles in turn; 1: each takes all."""
+    BITS: gl.constexpr = element.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
+    OF_ROPE: gl.constexpr = gl.NVMMASharedLayout(ROPE.value * BITS // 8, BITS, 2)
+    TILES: gl.constexpr = (STAGES + 3) // 4  # so a tile's rope columns outlive its last quarter
+    FULLS: gl.constexpr = STAGES if STAGES // 4 % CONSUMERS == 0 else STAGES * CONSUMERS
+    full = gl.allocate_shared_memory(gl.int64, [FULLS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(FULLS):
+        mbarrier.init(full.index(i), 1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), 1)
+    tiles = gl.allocate_shared_memory(element, [STAGES, TILE, QUARTER], LAYOUT)
+    rope = gl.allocate_shared_memory(element, [TILES, TILE, ROPE], OF_ROPE)
+    BYTES: gl.constexpr = TILE * QUARTER * BITS // 8
+    return Latents(SmemPipeline(tiles, (), full, empty, (), STAGES, FULLS, QUARTER, BYTES, False), rope)
+
+
+@gluon.jit
+def produce_latents(latents, source, program):
+    """Load the latents of every tile of the partition. The producer warp runs this."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
+    BOX: gl.constexpr = program.config.BOX
+    partition = program.partition
+    lane = gl.arange(0, 32, LANES)
+    seq, place = partition.seq, partition.first
+    n = 0
+    while place < partition.high:
+        row = source.page_table + seq.to(gl.int64) * source.stride_table
+        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
+        pos = first_tile(partition, place + partition.overhead) * TILE
+        pages = load_pages(row, pos + lane * BOX, source.table_width * PAGE_SIZE, PAGE_SIZE)
+        work, next_place = work_of(program, seq, place, program.row_block)
+        end = pos + work.count * TILE
+        stop = gl.minimum(end, work.visible)
+        pages = gl.where(pos + lane * BOX < stop, pages, 0)
+        while pos < end:
+            rows = ()
+            for i in gl.static_range(TILE // BOX):
+                page = gl.sum(gl.where(lane == i, pages, 0), 0)
+                rows = rows + (page * source.page_rows + (pos + i * BOX) % PAGE_SIZE,)
+            pos += TILE
+            pages = load_pages(row, pos + lane * BOX, stop, PAGE_SIZE)
+            for i in gl.static_range(4):
+                load_quarter(latents, source, rows, i, n + i, BOX)
+            n += 4
+        seq += 1
+        place = next_place
+
+
+@gluon.jit
+def load_quarter(latents, source, rows, QUARTER_I: gl.constexpr, i, BOX: gl.constexpr):
+    """Load a quarter of a tile, the i-th of the pipeline, when its stage is free. The last one brings rope columns."""
+    desc, quarters = source.kv_desc, latents.quarters
+    WIDTH: gl.constexpr = desc.block_shape[1]
+    COLUMNS: gl.constexpr = QUARTER + ROPE if QUARTER_I == 3 else QUARTER
+    stage = quarters.acquire(i)
+    full = quarters.full.index(i % quarters.FULLS)
+    mbarrier.expect(full, TILE * COLUMNS * desc.dtype.primitive_bitwidth // 8)
+    for box in gl.static_range(TILE // BOX):
+        for part in gl.static_range(QUARTER // WIDTH):
+            into = quarters.tiles.index(stage).slice(part * WIDTH, WIDTH, 1).slice(box * BOX, BOX)
+            tma_load(desc, [rows[box], QUARTER_I * QUARTER + part * WIDTH], full, into)
+        if QUARTER_I == 3:
+            into = latents.rope_of(i).slice(box * BOX, BOX)
+            if source.rope_desc is None:
+                tma_load(desc, [rows[box], 2 * HALF], full, into)
+            else:
+                tma_load(source.rope_desc, [rows[box], 2 * HALF], full, into)
