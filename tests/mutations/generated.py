@@ -78,8 +78,6 @@ GROUPS = {
         ),
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
-    "kernels/tma.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
-    "kernels/gluon/*.py": Judges(True, HOPPER),
     "kernels/hopper/work_tile.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/hopper/*.py": Judges(True, (*HOPPER, "kernels/test_order_of_work_tiles.py")),
     "kernels/mla_hopper/*.py": Judges(True, LATENTS),

@@ -29,7 +29,7 @@ from quire.kernels.primitives import in_units
 
 @gluon.constexpr_function
 def registers_of_one(gathers):
-    """Return the registers of a thread of the producer, beside one consumer warpgroup."""
+    """Return the registers of a thread of the producer, where one consumer warpgroup is the first partition."""
     return [72 if gathers else 56]
 
 
