@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import CompiledKernel as CompiledKernel
 from triton.compiler import make_backend
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 from triton.testing import get_dram_gbps
 
 # Devices
@@ -270,3 +270,11 @@ def launcher_of_tensor_maps(compiled: Any) -> Any:
             types[name] = kind
     active: Any = driver.active
     return active.launcher_cls(SimpleNamespace(signature=types), compiled.metadata._replace(tensordesc_meta=None))
+
+
+# Aggregates
+
+
+def jit_methods(cls: type) -> list[str]:
+    """Return the names of a class's methods that kernels call."""
+    return [name for name, method in vars(cls).items() if isinstance(method, JITCallable)]

@@ -275,6 +275,16 @@ def test_a_kernel_without_descriptors_has_no_formats(driven):
     assert internals.descriptor_formats(compiled_add((*tensors(16), 7))) == ()
 
 
+def test_methods_that_kernels_call_are_those_of_jit():
+    class Pair:
+        def __init__(self): ...
+
+        @triton.jit
+        def total(self): ...
+
+    assert internals.jit_methods(Pair) == ["total"]
+
+
 def test_no_other_module_uses_what_triton_does_not_promise():
     found, root = [], Path(quire.__file__).parent
     for path in root.rglob("*.py"):

@@ -7,7 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.runtime.jit import JITCallable
+
+from quire.triton_internals import jit_methods
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -39,7 +40,7 @@ def aggregate(cls: Class) -> Class:
     }
     made = _aggregate(cls)
     made.fields = [*fields]
-    made.methods = [name for name, method in vars(cls).items() if isinstance(method, JITCallable)]
+    made.methods = jit_methods(cls)
     return made
 
 
