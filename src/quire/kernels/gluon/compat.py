@@ -10,10 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from quire.triton_internals import jit_methods
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+def either(module: Any, name: str, older: str) -> Any:
+    """Return what a module calls by a name, or by that of Triton 3.6."""
+    return getattr(module, name, None) or getattr(module, older)
+
+
+barrier = either(gl, "barrier", "thread_barrier")
+reinterpret = either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+tma_load = either(tma, "async_load", "async_copy_global_to_shared")
+copy_async = either(async_copy, "async_load", "async_copy_global_to_shared")
 _aggregate = getattr(gluon, "aggregate", None) or tl._aggregate
 
 Class = TypeVar("Class", bound=type)
@@ -32,13 +38,13 @@ def aggregate(cls: Class) -> Class:
         for name in fields:
             setattr(self, name, as_field(given[name]))
 
-    init.__triton_builtin__ = True  # it has no code that a kernel's key would have to know
+    vars(init)["__triton_builtin__"] = True  # it has no code that a kernel's key would have to know
     cls.__init__ = init
     # Triton checks that a field is of the type that it is said to have. None is of no type of Triton's.
     cls.__annotations__ = {
         name: gl.constexpr if kind is gl.constexpr else tl.base_value for name, kind in fields.items()
     }
-    made = _aggregate(cls)
+    made: Any = _aggregate(cls)
     made.fields = [*fields]
     made.methods = jit_methods(cls)
     return made
