@@ -78,6 +78,15 @@ GROUPS = {
         ),
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
+    "kernels/gluon/*.py": Judges(
+        True,
+        (
+            *HOPPER,
+            SIMULATED + "tiles_that_lie_in_one_page_and_tiles_in_two",
+            SIMULATED + "windows_of_gathered_rows",
+            *LATENTS,
+        ),
+    ),
     "kernels/hopper/work_tile.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/hopper/*.py": Judges(True, (*HOPPER, "kernels/test_order_of_work_tiles.py")),
     "kernels/mla_hopper/*.py": Judges(True, LATENTS),
