@@ -193,10 +193,10 @@ def begin_warmup(
     per_head_dtype: torch.dtype | None = None,
     append: bool = False,
 ) -> None:
-    """Start processes that compile the kernels of a later `warmup`. The cache need not exist yet.
+    """Start a process that compiles the kernels of a later `warmup`. The cache need not exist yet.
 
     A server calls this before it loads weights. It calls `warmup` with the same arguments when its cache exists.
-    `warmup` waits for the processes and compiles what is missing. Processes that still run end with the server.
+    `warmup` waits for the process and compiles what is missing. The process ends with the server at the latest.
 
     Args:
         spec: what is computed.
