@@ -20,6 +20,7 @@ from quire.spec import UNBOUNDED, AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
+    from quire.kernels.split_kv.scheduler import Scheduler
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
@@ -134,6 +135,15 @@ class PortableLaunch(ABC):
     def own_scratch_size(self) -> ScratchSize:
         """Return the size of the scratch that the launch itself needs."""
 
+    @property
+    def split_keys(self) -> int:
+        """Keys of a split of a batch-invariant plan; else 0."""
+        return 0
+
+    def scheduler(self, batch: Batch) -> "Scheduler | None":
+        """Return what finds the schedule of a batch; None if the kernel has none."""
+        return None
+
     @abstractmethod
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
@@ -182,10 +192,24 @@ class KernelRunner:
 
         self.decided, self.batch, self.kernel, self.fixed = launch, batch, Kernel(kernel), fixed
         self.num_tokens, self.grid = -1, (0, 1, 1)  # of the last call
+        self.scheduler = launch.scheduler(batch)
 
     def set_grid(self, num_tokens: int) -> None:
         """Keep the grid for a batch of `num_tokens` query tokens."""
         self.num_tokens, self.grid = num_tokens, (self.decided.num_programs(num_tokens), 1, 1)
+
+    def find_schedule(self, unit: int) -> None:
+        """Find the schedule of the batch if the kernel has one and it is not known, for units of so many keys."""
+        if self.scheduler is not None and self.scheduler.find(unit):
+            self.place(self.scheduler)
+
+    def place(self, scheduler: "Scheduler") -> None:
+        """Let launches read the schedule where it is now."""
+        assert scheduler.tensors is not None
+        starts, scratch, *numbers = self.fixed
+        parts, cuts = scheduler.tensors
+        self.fixed = starts, scratch._replace(parts=parts, cuts=cuts), *numbers
+        self.kernel.compiled.clear()  # whose arguments have the former place
 
 
 class PortableRunner(KernelRunner):
@@ -220,20 +244,37 @@ class PortableRunner(KernelRunner):
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, views.Rotation] | None = None,
     ) -> None:
-        if self.decided.fallback is not None and not self.decided.packs_fp8(cache):
-            self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+        runner = self.runner_for(cache)
+        if runner is not self:
+            runner(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
             return
         if q.shape[0] != self.num_tokens:
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
+        self.find_schedule(self.unit(cache))
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new
         if norm_rope is None:
             self.kernel(self.grid, (*tensors, None), None, self.arguments)
         else:
             rotated, rotation = norm_rope
             self.kernel(self.grid, (*tensors, rotated), rotation, partial(self.arguments, rotation=rotation))
+
+    def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
+        """Return the runner of the launch that serves a cache: this one, or the fallback's."""
+        if self.decided.fallback is None or self.decided.packs_fp8(cache):
+            return self
+        self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
+        return self.fallback
+
+    def prepare(self, cache: PagedKVCache) -> None:
+        """Find the schedule now: a launch between this and the next call need not wait for it."""
+        runner = self.runner_for(cache)
+        runner.find_schedule(runner.unit(cache))
+
+    def unit(self, cache: PagedKVCache) -> int:
+        """Return the keys of a unit of the schedule."""
+        return self.decided.split_keys or self.block_n(cache)
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""

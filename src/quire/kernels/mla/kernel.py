@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.split_kv.schedule import Units, load_part, next_row_block, sequence_span, units_here
 from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
@@ -212,7 +212,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
@@ -226,9 +226,7 @@ def mla_kernel(
     kv,  # views.LatentLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    scale, softcap, window_left, window_right, num_seqs, num_partitions,
-    combine_cost,  # of a partial, in units; 0 to cut wherever partitions are equal
-    stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
+    scale, softcap, window_left, window_right, stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
     stride_lse,
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr, C_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
@@ -239,11 +237,9 @@ def mla_kernel(
     MULTI_BAND: tl.constexpr,  # a sequence may have several bands
     PDL: tl.constexpr,  # programmatic dependent launch
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
-    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,  # of Schedule
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
-    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
-    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # of CostModel
     COMBINE_ROOM: tl.constexpr,  # of Partial
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
@@ -253,10 +249,7 @@ def mla_kernel(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
         DECODE_ROPE, PACKED_FP8, PARTS, SCALED, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
-    S: tl.constexpr = Schedule(
-        NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
-        TWO_LEVEL_MIN_TILES,
-    )  # fmt: skip
+    U: tl.constexpr = Units(NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, 0)
     # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
     # levels there are few at each, so a round of four takes more columns: 8,192 keys of one sequence and 128 heads took
     # 29.3 µs, not 35.4. In one level a round of eight is better: 8 x 4,096 and 16 heads took 27.1 µs, not 36.1 (NVIDIA
@@ -268,9 +261,7 @@ def mla_kernel(
     )  # fmt: skip
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
-    unit, high, size, seq, seq_unit = find_partition(
-        kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
-    )
+    part = load_part(scratch.parts, partition)
     v_scale = 1.0
     if latents.scale is not None and not SCALED:
         v_scale = tl.load(latents.scale)
@@ -280,18 +271,14 @@ def mla_kernel(
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     columns = (tl.arange(0, BLOCK_C),)
 
-    while unit < high:  # one band, or those of its units that are in this partition
+    seq, band, more = part.seq, part.block, part.low < part.high
+    while more:  # one band, or those of its units that are in this partition
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, S
+            kv, cu_seqlens_q, seq, window_left, window_right, U
         )
-        band = 0
-        if MULTI_BAND:
-            band = (unit - seq_unit) // num_units
-        band_unit = seq_unit + band * num_units
-        num_here = tl.minimum(band_unit + num_units, high) - unit
+        low, high, band_unit, planned, is_cut = units_here(part, seq, band, num_units)
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
-        begin = first + unit - band_unit  # in units of the sequence
-        start, stop = begin, begin + num_here
+        start, stop = first + low, first + high  # in units of the sequence
         if PER_ROW_MASK and FIXED_SPLIT == 0:  # tiles that no row of this row block sees are left out
             num_rows = q_len * NUM_Q_HEADS
             low_pos = first_pos + first_row // NUM_Q_HEADS
@@ -339,7 +326,7 @@ def mla_kernel(
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
                     joined, joined_m, joined_l = join_parts(split_acc, split_m, split_l, BLOCK_M, T)
-                    if unit == band_unit:
+                    if low == 0:
                         acc, m_i, l_i = combine(acc, m_i, l_i, joined, joined_m, joined_l)
                     else:
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
@@ -348,19 +335,17 @@ def mla_kernel(
         # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
         rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
+        seq, band, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
         if PDL:
-            if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
+            if (not more) & (part.size <= EARLY_EXIT_MAX_TILES):
                 gdc_launch_dependents()
-        if num_here == num_units:
+        if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
         else:
+            l_i = tl.where(planned == num_units, l_i, float("nan"))  # other programs have other cuts of it in mind
             is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, columns, partition, row_block, unit, band_unit, num_units, size, BLOCK_M, P
+                scratch, acc, m_i, l_i, columns, partition, row_block, low, band_unit, planned, part.size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
                 store_combined(scratch, slots, row_block, outputs, v_scale, stored, P)
-        unit += num_here
-        seq_ends = unit == seq_unit + num_units * num_bands
-        seq += seq_ends.to(tl.int32)
-        seq_unit = tl.where(seq_ends, unit, seq_unit)

@@ -87,6 +87,11 @@ class MLALaunch(SplitKVLaunch):
         """Programs that share a partition: one for each row block of a band."""
         return self.row_blocks
 
+    @property
+    def rows_of_partition(self) -> tuple[int, int]:
+        """Rows of a query token, and of a band."""
+        return self.request.spec.num_q_heads, self.row_blocks * self.config.block_m
+
     def num_row_blocks(self, num_tokens: int) -> int:
         """Return the bands of a batch of `num_tokens` query tokens, with one spare band for each sequence."""
         request = self.request
@@ -131,8 +136,8 @@ class MLALaunch(SplitKVLaunch):
 
         assert workspace is not None
         spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
-        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window
+        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:
@@ -157,6 +162,7 @@ class MLARunner(KernelRunner):
             self.set_grid(q_nope.shape[0])
         if self.grid[0] == 0:
             return
+        self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
         self.kernel(self.grid, (q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache), None, self.arguments)
 
     def arguments(

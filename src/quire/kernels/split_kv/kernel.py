@@ -35,12 +35,12 @@ from quire.kernels.primitives import (
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.split_kv.schedule import Units, load_part, next_row_block, sequence_span, units_here
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -55,9 +55,7 @@ def split_kv_kernel(
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    scale, softcap, window_left, window_right, num_seqs, num_partitions,
-    combine_cost,  # of a partial, in units; 0 to cut wherever partitions are equal
-    stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    scale, softcap, window_left, window_right, stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WIDE_OFFSETS: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr,
@@ -72,13 +70,12 @@ def split_kv_kernel(
     ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
-    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
-    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
+    MAX_DECODE_QUERIES: tl.constexpr, INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,  # of Units
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     COMBINE_LAUNCH: tl.constexpr,  # another launch combines (`combine.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
-    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
-    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # of CostModel
+    FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -92,10 +89,7 @@ def split_kv_kernel(
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64,
     )  # fmt: skip
-    S: tl.constexpr = Schedule(
-        GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
-        TWO_LEVEL_MIN_TILES, INTERVALS, MORE_INTERVALS,
-    )  # fmt: skip
+    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
     # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -108,29 +102,27 @@ def split_kv_kernel(
     )  # fmt: skip
     partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    unit, high, size, seq, seq_unit = find_partition(
-        kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
-    )
+    part = load_part(scratch.parts, partition)
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    while unit < high:  # one row block, or those of its units that are in this partition
+    seq, row_block, more = part.seq, part.block, part.low < part.high
+    while more:  # one row block, or those of its units that are in this partition
         if MAX_DECODE_QUERIES > 0:
-            while tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES:
+            while (seq < part.last_seq) & (
+                tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES
+            ):
                 seq += 1
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, S
+            kv, cu_seqlens_q, seq, window_left, window_right, U
         )
-        row_block = 0
-        if MULTI_BLOCK:
-            row_block = (unit - seq_unit) // num_units
-        block_unit = seq_unit + row_block * num_units
-        num_here = tl.minimum(block_unit + num_units, high) - unit
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+        num_here = stop - start
         row = table_row(kv, seq, stride_table)
-        begin = first + unit - block_unit  # in units of the sequence
+        begin = first + start  # in units of the sequence
         seq_stop = kv_stop
         if BAND:  # this load is in flight while the queries are loaded
             page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
@@ -211,7 +203,7 @@ def split_kv_kernel(
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
-                    if unit == block_unit:
+                    if start == 0:
                         acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
                     else:
                         slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
@@ -219,28 +211,30 @@ def split_kv_kernel(
                         store_partial(scratch, split_acc, split_m, split_sum, columns, slot, True, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        # The row block of the next round. Those after a partition's last sequence end it.
+        this_block = row_block
+        seq, row_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
         if PDL:
-            if (unit + num_here == high) & (COMBINE_LAUNCH | (size <= EARLY_EXIT_MAX_TILES)):
+            if (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES)):
                 gdc_launch_dependents()
-        if num_here == num_units:
+        if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
-        elif COMBINE_LAUNCH:
-            left = (FIXED_SPLIT == 0) | (unit == block_unit)  # with splits, only where the row block begins
-            slot = unit + num_here - 1
-            if FIXED_SPLIT == 0:
-                slot = slot_of_partial(partition, block_unit // size)
-            store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
         else:
-            is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, columns, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P
-            )
-            if is_last:
-                stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
-                store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
-        unit += num_here
-        seq_ends = unit == seq_unit + num_units * num_blocks
-        seq += seq_ends.to(tl.int32)
-        seq_unit = tl.where(seq_ends, unit, seq_unit)
+            l_i = tl.where(planned == num_units, l_i, float("nan"))  # other programs have other cuts of it in mind
+            if COMBINE_LAUNCH:
+                left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
+                slot = block_unit + stop - 1
+                if FIXED_SPLIT == 0:
+                    slot = slot_of_partial(partition, block_unit // part.size)
+                store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
+            else:
+                is_last, slots = store_and_arrive(
+                    scratch, acc, m_i, l_i, columns, partition, kv_head, start, block_unit, planned, part.size, BLOCK_M,
+                    P,
+                )  # fmt: skip
+                if is_last:
+                    stored = find_rows(this_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
+                    store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
     if PDL and MAX_DECODE_QUERIES > 0:
         # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
         # that later kernels see both results.
