@@ -271,12 +271,15 @@ def mla_kernel(
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     columns = (tl.arange(0, BLOCK_C),)
 
-    seq, band, more = part.seq, part.block, part.low < part.high
+    seq, block, more = part.seq, part.block, part.low < part.high
     while more:  # one band, or those of its units that are in this partition
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
             kv, cu_seqlens_q, seq, window_left, window_right, U
         )
+        band = block if MULTI_BAND else 0
         low, high, band_unit, planned, is_cut = units_here(part, seq, band, num_units)
+        next_seq, next_block, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
+        ends_early = (not more) & (part.size <= EARLY_EXIT_MAX_TILES)
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
         start, stop = first + low, first + high  # in units of the sequence
         if PER_ROW_MASK and FIXED_SPLIT == 0:  # tiles that no row of this row block sees are left out
@@ -335,9 +338,8 @@ def mla_kernel(
         # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
         rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
-        seq, band, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
         if PDL:
-            if (not more) & (part.size <= EARLY_EXIT_MAX_TILES):
+            if ends_early:
                 gdc_launch_dependents()
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
@@ -349,3 +351,6 @@ def mla_kernel(
             if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
                 store_combined(scratch, slots, row_block, outputs, v_scale, stored, P)
+        seq, block = next_seq, next_block
+        if more:  # read again, and so in no register while tiles are loaded
+            part = load_part(scratch.parts, partition)

@@ -109,7 +109,7 @@ def split_kv_kernel(
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    seq, row_block, more = part.seq, part.block, part.low < part.high
+    seq, block, more = part.seq, part.block, part.low < part.high
     while more:  # one row block, or those of its units that are in this partition
         if MAX_DECODE_QUERIES > 0:
             while (seq < part.last_seq) & (
@@ -119,8 +119,11 @@ def split_kv_kernel(
         q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
             kv, cu_seqlens_q, seq, window_left, window_right, U
         )
+        row_block = block if MULTI_BLOCK else 0
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         num_here = stop - start
+        next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
+        ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         row = table_row(kv, seq, stride_table)
         begin = first + start  # in units of the sequence
         seq_stop = kv_stop
@@ -159,6 +162,7 @@ def split_kv_kernel(
                 )
                 tl.debug_barrier()
         acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, num_sums(BLOCK_N) if COLUMN_SUMS else 1)
+        l_i += tl.where(planned == num_units, 0.0, float("nan"))  # else others have other cuts of it in mind
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -211,30 +215,25 @@ def split_kv_kernel(
                         store_partial(scratch, split_acc, split_m, split_sum, columns, slot, True, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
-        # The row block of the next round. Those after a partition's last sequence end it.
-        this_block = row_block
-        seq, row_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
         if PDL:
-            if (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES)):
+            if ends_early:
                 gdc_launch_dependents()
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+        elif COMBINE_LAUNCH:
+            left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
+            slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(partition, start)
+            store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
         else:
-            l_i = tl.where(planned == num_units, l_i, float("nan"))  # other programs have other cuts of it in mind
-            if COMBINE_LAUNCH:
-                left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
-                slot = block_unit + stop - 1
-                if FIXED_SPLIT == 0:
-                    slot = slot_of_partial(partition, block_unit // part.size)
-                store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
-            else:
-                is_last, slots = store_and_arrive(
-                    scratch, acc, m_i, l_i, columns, partition, kv_head, start, block_unit, planned, part.size, BLOCK_M,
-                    P,
-                )  # fmt: skip
-                if is_last:
-                    stored = find_rows(this_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
-                    store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
+            is_last, slots = store_and_arrive(
+                scratch, acc, m_i, l_i, columns, partition, kv_head, start, block_unit, planned, part.size, BLOCK_M, P
+            )
+            if is_last:
+                stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
+                store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
+        seq, block = next_seq, next_block
+        if more:  # read again, and so in no register while tiles are loaded
+            part = load_part(scratch.parts, partition)
     if PDL and MAX_DECODE_QUERIES > 0:
         # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
         # that later kernels see both results.

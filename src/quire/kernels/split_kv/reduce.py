@@ -72,7 +72,7 @@ def store_and_arrive(
     else:
         first_slot, next_slot, step = 2 * first_partition + 1, 2 * first_partition + 2, 2
         num_partials = num_arrivals
-        slot = slot_of_partial(partition, first_partition)
+        slot = slot_of_partial(partition, start)
     begun = (not P.FIXED_SPLIT) | (start == 0)
     store_partial(scratch, acc, m_i, l_i, columns, slot * P.LANES + lane, begun, BLOCK_M, P)
     counter, arrives = 2 * first_partition + 1, num_arrivals > 0
@@ -98,9 +98,9 @@ def store_and_arrive(
 
 
 @triton.jit
-def slot_of_partial(partition, first_partition):
+def slot_of_partial(partition, start):
     """Return where a partition's partial of a row block is; a partition may end one row block and begin another."""
-    return 2 * partition + (partition == first_partition).to(tl.int32)
+    return 2 * partition + (start == 0).to(tl.int32)
 
 
 @triton.jit
