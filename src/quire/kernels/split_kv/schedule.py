@@ -157,7 +157,7 @@ def add_intervals(lengths, start, stop, q_start, q_len, first_pos, seq_len, done
 
 @triton.jit
 def count_units(lengths, cu_seqlens_q, first, num_seqs, window_left, window_right, U: tl.constexpr):
-    """Return the units of each of SEQS sequences from `first` on, over all row blocks, and how many row blocks each has.
+    """Return the units of each of SEQS sequences from `first` on, over all row blocks, and their row blocks.
 
     Sequences that belong to another kernel have 0 of both.
     """
@@ -239,7 +239,7 @@ def schedule_kernel(
     FIXED_SPLIT: tl.constexpr,  # units are splits of a batch-invariant plan
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
-    """Find one partition, and one row block that may be cut. Grid: as many programs as there are of the more of both."""
+    """Find one partition, and one row block that may be cut. Grid: [max(num_partitions, num_cuts)]."""
     if PDL:  # whoever waits for this launch waits for those before it too
         gdc_wait()
         gdc_launch_dependents()
@@ -270,9 +270,7 @@ def schedule_kernel(
             lengths, cu_seqlens_q, num_seqs, high - 1, window_left, window_right, U
         )
         last_block = tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)
-        part = Part(
-            low, high, size, seq, block, first_unit, first_units, last_seq, last_block, last_unit, last_units
-        )
+        part = Part(low, high, size, seq, block, first_unit, first_units, last_seq, last_block, last_unit, last_units)
         for i in tl.static_range(len(part)):
             tl.store(parts_ptr + index * PART_FIELDS + i, part[i])
     if cuts_ptr is not None:
@@ -280,9 +278,7 @@ def schedule_kernel(
             number, slot, seq, block = index * 0, index * 0, index * 0, index * 0
             if index < num_blocks:
                 seq, block = cut_seq, index - cut_block
-                _, _, _, _, _, _, num_units, _ = sequence_span(
-                    lengths, cu_seqlens_q, seq, window_left, window_right, U
-                )
+                _, _, _, _, _, _, num_units, _ = sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U)
                 unit = cut_unit + block * num_units
                 first_partition = unit // size
                 if FIXED_SPLIT:  # the program that begins a row block folds its splits, into the slot of the last one

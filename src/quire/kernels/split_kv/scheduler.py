@@ -52,7 +52,9 @@ class Scheduler:
             self.tensors = self.allocate(device)
         assert self.tensors is not None
         programs = max(self.launch.num_partitions, self.launch.num_cuts), 1, 1
-        self.kernel(programs, (*self.tensors, self.lengths, self.cu_seqlens_q), unit, lambda *t: self.arguments(unit, t))
+        self.kernel(
+            programs, (*self.tensors, self.lengths, self.cu_seqlens_q), unit, lambda *t: self.arguments(unit, t)
+        )
         self.found = wanted
         return moves
 
