@@ -24,9 +24,6 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
-# Tritons whose code for e4m3 decode takes 178 and 194 registers, where three programs of an SM have 168. That of 3.6.0
-# and 3.9.0 takes 168 and 158. With the bound, ptxas makes longer loops of it.
-BOUNDED = ("3.7.", "3.8.")
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,7 @@ class PortableLaunch(ABC):
     def max_registers(self) -> int | None:
         """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
 
-        Else the compiler takes so many that fewer programs fit: where the launch appends, and with some Tritons where
-        it only reads. What it spills is outside of the loop over tiles.
+        Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
         """
         if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
             return None
@@ -331,8 +327,6 @@ class PortableRunner(KernelRunner):
         rotation: views.Rotation = views.NO_NORM_ROPE,
     ) -> "Arguments":
         """Return the kernel's arguments."""
-        import triton
-
         from quire.kernels import mods
         from quire.kernels.launcher import Arguments
 
@@ -352,8 +346,7 @@ class PortableRunner(KernelRunner):
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         } | rotation._asdict()  # fmt: skip
-        is_bounded = new is not None or triton.__version__.startswith(BOUNDED)
-        if packed and is_bounded and decided.max_registers is not None:
+        if packed and decided.max_registers is not None:
             meta["maxnreg"] = decided.max_registers
         meta["BLOCK_N"] = self.block_n(cache)
         strides = (

@@ -44,7 +44,7 @@ class HopperRunner:
         self.query_box = launch.heads, tokens, columns_of_box(spec.head_dim, spec.dtype.itemsize)
         self.tile_counter = Part(workspace, torch.int32, 0, TILE_COUNTER_BYTES // 4)
         self.fallback: Runner | None = None  # bound when it is first needed
-        self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
+        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
         self.partials, self.arrivals = None, None
         if launch.cut_slots:
