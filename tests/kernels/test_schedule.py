@@ -26,10 +26,12 @@ from quire.kernels.split_kv.schedule import (
     Lengths,
     Units,
     load_part,
+    load_sequence,
     min_partition_units,
     next_row_block,
     partition_size,
-    sequence_span,
+    skip_prompts,
+    span,
     units_here,
 )
 from quire.kernels.split_kv.scheduler import Scheduler
@@ -118,20 +120,16 @@ def walk_kernel(
     seq, block, more = part.seq, part.block, part.low < part.high
     at = out_ptr + tl.program_id(0) * MOST * ITEM
     while more:
-        if MAX_DECODE_QUERIES > 0:
-            while (seq < part.last_seq) & (
-                tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES
-            ):
-                seq += 1
-        _, _, _, _, _, _, num_units, num_blocks = sequence_span(
-            lengths, cu_seqlens_q, seq, window_left, window_right, U
-        )
+        sequence = load_sequence(lengths, cu_seqlens_q, seq)
+        _, _, _, num_units, num_blocks = span(sequence, lengths, window_left, window_right, U)
         start, stop, _, planned, is_cut = units_here(part, seq, block, num_units)
         item = (seq, block, start, stop, planned, is_cut.to(tl.int32))
         for i in tl.static_range(len(item)):
             tl.store(at + i, item[i])
         at += ITEM
         seq, block, more = next_row_block(part, seq, block, num_blocks, MULTI_BLOCK)
+        if MAX_DECODE_QUERIES > 0:
+            seq = skip_prompts(cu_seqlens_q, seq, part.last_seq, MAX_DECODE_QUERIES)
 
 
 def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs: tuple, **more: Any) -> Any:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
+FEWEST_REGISTERS = 128  # of a thread, which the kernels need whatever a configuration asks for
+FOUND_ANEW = 16
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class PortableLaunch(ABC):
         """
         if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
             return None
-        return min(MOST_REGISTERS, REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8)
+        bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
+        return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
@@ -194,10 +197,21 @@ class KernelRunner:
         """Keep the grid for a batch of `num_tokens` query tokens."""
         self.num_tokens, self.grid = num_tokens, (self.decided.num_programs(num_tokens), 1, 1)
 
-    def find_schedule(self, unit: int) -> None:
-        """Find the schedule of the batch if the kernel has one and it is not known, for units of so many keys."""
-        if self.scheduler is not None and self.scheduler.find(unit):
-            self.place(self.scheduler)
+    def find_schedule(self, unit: int) -> tuple[int, ...]:
+        """Find the schedule of the batch if the kernel has one and it is not known, for units of so many keys.
+
+        Returns:
+            The kernel's argument that says whether it was found now: a multiple of 16, as Triton's binder asks. None
+            for a kernel without a schedule.
+        """
+        scheduler = self.scheduler
+        if scheduler is None:
+            return ()
+        if not scheduler.find(unit):
+            return (0,)
+        if scheduler.moved:
+            self.place(scheduler)
+        return (FOUND_ANEW,)
 
     def place(self, scheduler: "Scheduler") -> None:
         """Let launches read the schedule where it is now."""
@@ -248,13 +262,13 @@ class PortableRunner(KernelRunner):
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
-        self.find_schedule(self.unit(cache))
+        anew = self.find_schedule(self.unit(cache))
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new
         if norm_rope is None:
-            self.kernel(self.grid, (*tensors, None), None, self.arguments)
+            self.kernel(self.grid, (*tensors, None, *anew), None, self.arguments)
         else:
             rotated, rotation = norm_rope
-            self.kernel(self.grid, (*tensors, rotated), rotation, partial(self.arguments, rotation=rotation))
+            self.kernel(self.grid, (*tensors, rotated, *anew), rotation, partial(self.arguments, rotation=rotation))
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -324,6 +338,7 @@ class PortableRunner(KernelRunner):
         cache: PagedKVCache,
         new: views.NewTokens | None,
         norm_rope: views.NormRope | None,
+        *anew: int,
         rotation: views.Rotation = views.NO_NORM_ROPE,
     ) -> "Arguments":
         """Return the kernel's arguments."""
@@ -360,5 +375,5 @@ class PortableRunner(KernelRunner):
         pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, *anew
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)

@@ -21,7 +21,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Units, load_part, next_row_block, sequence_span, units_here
+from quire.kernels.split_kv.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    span,
+    units_here,
+)
 from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
@@ -212,7 +221,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_anew", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
@@ -223,6 +232,7 @@ def mla_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
+    is_found_anew,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.LatentLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -244,7 +254,8 @@ def mla_kernel(
     COMBINE_ROOM: tl.constexpr,  # of Partial
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
-        gdc_wait()
+        if is_found_anew:  # by the launch before this one, for which `load_part` has to wait
+            gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
@@ -263,6 +274,8 @@ def mla_kernel(
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
     part = load_part(scratch.parts, partition)
+    if PDL:
+        gdc_wait()
     v_scale = 1.0
     if latents.scale is not None and not SCALED:
         v_scale = tl.load(latents.scale)
@@ -273,12 +286,15 @@ def mla_kernel(
     columns = (tl.arange(0, BLOCK_C),)
 
     seq, block, more = part.seq, part.block, part.low < part.high
+    sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first band do not wait for
+    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
     while more:  # one band, or those of its units that are in this partition
-        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, U
-        )
+        _, q_start, q_len, first_pos = sequence
+        kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
         band = block if MULTI_BAND else 0
         low, high, band_unit, planned, is_cut = units_here(part, seq, band, num_units)
+        poison = tl.where(is_as_planned(sequence, known) & (planned == num_units), 0.0, float("nan"))
+        num_bands = tl.cdiv(q_len * NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS)
         next_seq, next_block, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
         ends_early = (not more) & (part.size <= EARLY_EXIT_MAX_TILES)
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
@@ -304,6 +320,7 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)
             for tile in tl.range(start, stop):
@@ -314,12 +331,14 @@ def mla_kernel(
                 )  # fmt: skip
                 page = next_page
             acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
+            l_i += poison
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
             acc, m_i, l_i = join_parts(*empty_parts(BLOCK_M, T), BLOCK_M, T)
+            l_i += poison
             split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
             for tile in tl.range(start * TILES, last + 1):
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
@@ -330,6 +349,7 @@ def mla_kernel(
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
                     joined, joined_m, joined_l = join_parts(split_acc, split_m, split_l, BLOCK_M, T)
+                    joined_l += poison
                     if low == 0:
                         acc, m_i, l_i = combine(acc, m_i, l_i, joined, joined_m, joined_l)
                     else:
@@ -345,13 +365,12 @@ def mla_kernel(
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
         else:
-            l_i = tl.where(planned == num_units, l_i, float("nan"))  # other programs have other cuts of it in mind
             is_last, slots = store_and_arrive(
                 scratch, acc, m_i, l_i, columns, partition, row_block, low, band_unit, planned, part.size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
                 store_combined(scratch, slots, row_block, outputs, v_scale, stored, P)
-        seq, block = next_seq, next_block
+        seq, block, sequence, known = next_seq, next_block, following, following
         if more:  # read again, and so in no register while tiles are loaded
             part = load_part(scratch.parts, partition)

@@ -162,8 +162,9 @@ class MLARunner(KernelRunner):
             self.set_grid(q_nope.shape[0])
         if self.grid[0] == 0:
             return
-        self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
-        self.kernel(self.grid, (q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache), None, self.arguments)
+        anew = self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, *anew
+        self.kernel(self.grid, tensors, None, self.arguments)
 
     def arguments(
         self,
@@ -175,6 +176,7 @@ class MLARunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         cache: PagedKVCache,
+        is_found_anew: int,
     ) -> "Arguments":
         """Return the kernel's arguments."""
         from quire.kernels import mods, views
@@ -210,7 +212,7 @@ class MLARunner(KernelRunner):
             0 if lse is None else lse.stride(0),
         )
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, is_found_anew
         return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 

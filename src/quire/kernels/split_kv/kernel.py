@@ -35,12 +35,22 @@ from quire.kernels.primitives import (
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Units, load_part, next_row_block, sequence_span, units_here
+from quire.kernels.split_kv.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    skip_prompts,
+    span,
+    units_here,
+)
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_anew", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -52,6 +62,7 @@ def split_kv_kernel(
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
     norm_rope,  # views.NormRope, or None
+    is_found_anew,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -79,7 +90,8 @@ def split_kv_kernel(
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
-        gdc_wait()
+        if is_found_anew:  # by the launch before this one, for which `load_part` has to wait
+            gdc_wait()
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     # With packed fp8, fewer programs of an SM would have registers for these sums.
     COLUMN_SUMS: tl.constexpr = FIXED_SPLIT == 0 and not PACKED_FP8
@@ -104,6 +116,8 @@ def split_kv_kernel(
     partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     part = load_part(scratch.parts, partition)
+    if PDL and MAX_DECODE_QUERIES == 0:
+        gdc_wait()
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
@@ -111,23 +125,23 @@ def split_kv_kernel(
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
     seq, block, more = part.seq, part.block, part.low < part.high
+    sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
+    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
     while more:  # one row block, or those of its units that are in this partition
-        if MAX_DECODE_QUERIES > 0:
-            while (seq < part.last_seq) & (
-                tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES
-            ):
-                seq += 1
-        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, U
-        )
+        _, q_start, q_len, first_pos = sequence
+        kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
         row_block = block if MULTI_BLOCK else 0
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         num_here = stop - start
+        as_planned = is_as_planned(sequence, known) & (planned == num_units)
+        num_blocks = tl.cdiv(q_len * GROUP, BLOCK_M)
         next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
+        if MAX_DECODE_QUERIES > 0:
+            next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
         ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         row = table_row(kv, seq, stride_table)
         begin = first + start  # in units of the sequence
-        seq_stop = kv_stop
+        row_stop = kv_stop
         if BAND:  # this load is in flight while the queries are loaded
             page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
@@ -136,7 +150,7 @@ def split_kv_kernel(
             bits = None
             if kv.tree_bits is not None:
                 bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
-            seq_len = tl.load(kv.seq_lens + seq)
+            seq_len = sequence.seq_len
             key_begin, key_end = load_intervals(kv, rows, first_pos, seq_len)
             sight = Sight(key_begin, key_end, bits, first_pos)
             # The rows of this row block may see fewer keys than those of the sequence.
@@ -163,7 +177,9 @@ def split_kv_kernel(
                 )
                 tl.debug_barrier()
         acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, num_sums(BLOCK_N) if COLUMN_SUMS else 1)
-        l_i += tl.where(planned == num_units, 0.0, float("nan"))  # else others have other cuts of it in mind
+        poison = tl.where(as_planned, 0.0, float("nan"))
+        l_i += poison
+        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -197,9 +213,10 @@ def split_kv_kernel(
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
-            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
+            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(row_stop, BLOCK_N)) - 1
             SUMS: tl.constexpr = groups_of(BLOCK_N)
             split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
+            split_l += poison
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
@@ -215,6 +232,7 @@ def split_kv_kernel(
                         split_sum, columns = total(split_l), columns_of(HEAD_DIM_V, EACH, BLOCK_M)
                         store_partial(scratch, split_acc, split_m, split_sum, columns, slot, True, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
+                    split_l += poison
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
         if PDL:
             if ends_early:
@@ -232,7 +250,7 @@ def split_kv_kernel(
             if is_last:
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
                 store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
-        seq, block = next_seq, next_block
+        seq, block, sequence, known = next_seq, next_block, following, following
         if more:  # read again, and so in no register while tiles are loaded
             part = load_part(scratch.parts, partition)
     if PDL and MAX_DECODE_QUERIES > 0:

@@ -8,15 +8,16 @@ within them, as Stream-K cuts the work of a matrix product (arXiv 2301.03598).
 launch may have to combine. The kernels of all layers read them; `scheduler.py` says when the schedule is found again.
 
 Lengths may change while a schedule is in use. Which sequences and which partials a partition has follows from its
-`Part` alone, so every program writes what others wait for. A sequence inside one partition has its length of now. One
-that is cut has NaN in its result unless its units are as many as they were.
+`Part` alone, so every program writes what others wait for. The result of a sequence is NaN if it is the first of a
+partition and has other lengths than then, or if it is cut and has another number of units. Other sequences are served
+with their lengths of now.
 """
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 SEQS = tl.constexpr(256)  # sequences that a program looks at in one step
 PART_FIELDS = tl.constexpr(16)  # int32 of a Part in memory: 64 bytes
@@ -71,6 +72,9 @@ class Part(NamedTuple):
     last_block: Any  # TO_THE_END if the partition ends where its last sequence does
     last_unit: Any  # of the last row block, like the next
     last_units: Any
+    seq_len: Any  # of `seq` when the schedule was found, like the next two: its keys are loaded without waiting for it
+    q_len: Any
+    first_pos: Any
 
 
 class Cut(NamedTuple):
@@ -82,21 +86,18 @@ class Cut(NamedTuple):
     block: Any
 
 
+class Sequence(NamedTuple):
+    """The lengths of a sequence, or of each of a vector of sequences."""
+
+    seq_len: Any  # keys
+    q_start: Any  # its first query token of the batch
+    q_len: Any  # query tokens
+    first_pos: Any  # the position of its first query among its keys
+
+
 @triton.jit
-def sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U: tl.constexpr):
-    """Return the queries, keys and units of a sequence, or of each of a vector of sequences.
-
-    A sequence without queries is an idle row of an engine. Its length may be stale, and its pages may be anywhere.
-
-    Returns:
-        q_start: its first query token of the batch.
-        q_len: its query tokens.
-        first_pos: the position of its first query among its keys.
-        kv_start, kv_stop: the keys that any of its queries sees.
-        first: the first unit that holds such a key.
-        num_units: units of each row block; at least 1, so that zeros are written for a padding row.
-        num_blocks: row blocks; at least 1.
-    """
+def load_sequence(lengths, cu_seqlens_q, seq):
+    """Return the `Sequence` of a number, or of each of a vector of numbers."""
     seq_len = tl.load(lengths.seq_lens + seq)
     q_start = seq
     q_len = seq * 0 + 1
@@ -107,6 +108,22 @@ def sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U: tl.c
         first_pos = seq_len - q_len
     else:
         first_pos = tl.load(lengths.query_offsets + seq)
+    return Sequence(seq_len, q_start, q_len, first_pos)
+
+
+@triton.jit
+def span(sequence, lengths, window_left, window_right, U: tl.constexpr):
+    """Return the keys and units of a `Sequence`.
+
+    A sequence without queries is an idle row of an engine. Its length may be stale, and its pages may be anywhere.
+
+    Returns:
+        kv_start, kv_stop: the keys that any of its queries sees.
+        first: the first unit that holds such a key.
+        num_units: units of each row block; at least 1, so that zeros are written for a padding row.
+        num_blocks: row blocks; at least 1.
+    """
+    seq_len, q_start, q_len, first_pos = sequence
     if U.INTERVALS == 0:
         kv_start = tl.maximum(first_pos - window_left, 0)
         kv_stop = tl.maximum(tl.minimum(first_pos + q_len + window_right, seq_len), 0)
@@ -116,7 +133,7 @@ def sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U: tl.c
     first = kv_start // U.UNIT
     num_units = tl.maximum(tl.cdiv(kv_stop, U.UNIT) - first, 1)
     num_blocks = tl.maximum(tl.cdiv(q_len * U.GROUP, U.BLOCK_M), 1)
-    return q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks
+    return kv_start, kv_stop, first, num_units, num_blocks
 
 
 @triton.jit
@@ -162,12 +179,11 @@ def count_units(lengths, cu_seqlens_q, first, num_seqs, window_left, window_righ
     Sequences that belong to another kernel have 0 of both.
     """
     seqs = first + tl.arange(0, SEQS)
-    _, q_len, _, _, _, _, num_units, num_blocks = sequence_span(
-        lengths, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1), window_left, window_right, U
-    )
+    sequences = load_sequence(lengths, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1))
+    _, _, _, num_units, num_blocks = span(sequences, lengths, window_left, window_right, U)
     ours = seqs < num_seqs
     if U.MAX_DECODE_QUERIES > 0:
-        ours = ours & (q_len <= U.MAX_DECODE_QUERIES)
+        ours = ours & (sequences.q_len <= U.MAX_DECODE_QUERIES)
     return tl.where(ours, num_units * num_blocks, 0), tl.where(ours, num_blocks, 0)
 
 
@@ -202,6 +218,7 @@ def find_unit(lengths, cu_seqlens_q, num_seqs, unit, window_left, window_right, 
 
     Returns:
         seq: its sequence.
+        sequence: the lengths of that.
         block: which of the sequence's row blocks it is in.
         block_unit: that row block's first unit.
         block_units: how many that row block has.
@@ -216,9 +233,10 @@ def find_unit(lengths, cu_seqlens_q, num_seqs, unit, window_left, window_right, 
         seq_unit = tl.maximum(seq_unit, tl.max(tl.where(before, ends, 0), 0))
         end += tl.sum(units, 0)
     seq = tl.minimum(seq, num_seqs - 1)
-    _, _, _, _, _, _, num_units, num_blocks = sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U)
+    sequence = load_sequence(lengths, cu_seqlens_q, seq)
+    _, _, _, num_units, num_blocks = span(sequence, lengths, window_left, window_right, U)
     block = (unit - seq_unit) // num_units
-    return seq, block, seq_unit + block * num_units, num_units, block == num_blocks - 1
+    return seq, sequence, block, seq_unit + block * num_units, num_units, block == num_blocks - 1
 
 
 @triton.jit(
@@ -242,7 +260,6 @@ def schedule_kernel(
     """Find one partition, and one row block that may be cut. Grid: [max(num_partitions, num_cuts)]."""
     if PDL:  # whoever waits for this launch waits for those before it too
         gdc_wait()
-        gdc_launch_dependents()
     U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
     costs = Costs(combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles)
     index = tl.program_id(0)
@@ -263,14 +280,17 @@ def schedule_kernel(
     if index < num_partitions:
         low = index * size
         high = tl.minimum(low + size, total)
-        seq, block, first_unit, first_units, _ = find_unit(
+        seq, sequence, block, first_unit, first_units, _ = find_unit(
             lengths, cu_seqlens_q, num_seqs, low, window_left, window_right, U
         )
-        last_seq, last_block, last_unit, last_units, is_last = find_unit(
+        last_seq, _, last_block, last_unit, last_units, is_last = find_unit(
             lengths, cu_seqlens_q, num_seqs, high - 1, window_left, window_right, U
         )
         last_block = tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)
-        part = Part(low, high, size, seq, block, first_unit, first_units, last_seq, last_block, last_unit, last_units)
+        part = Part(
+            low, high, size, seq, block, first_unit, first_units, last_seq, last_block, last_unit, last_units,
+            sequence.seq_len, sequence.q_len, sequence.first_pos,
+        )  # fmt: skip
         for i in tl.static_range(len(part)):
             tl.store(parts_ptr + index * PART_FIELDS + i, part[i])
     if cuts_ptr is not None:
@@ -278,7 +298,8 @@ def schedule_kernel(
             number, slot, seq, block = index * 0, index * 0, index * 0, index * 0
             if index < num_blocks:
                 seq, block = cut_seq, index - cut_block
-                _, _, _, _, _, _, num_units, _ = sequence_span(lengths, cu_seqlens_q, seq, window_left, window_right, U)
+                sequence = load_sequence(lengths, cu_seqlens_q, seq)
+                _, _, _, num_units, _ = span(sequence, lengths, window_left, window_right, U)
                 unit = cut_unit + block * num_units
                 first_partition = unit // size
                 if FIXED_SPLIT:  # the program that begins a row block folds its splits, into the slot of the last one
@@ -298,7 +319,8 @@ def load_part(parts_ptr, partition):
     at = parts_ptr + partition * PART_FIELDS
     return Part(
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
-        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10), tl.load(at + 11),
+        tl.load(at + 12), tl.load(at + 13),
     )  # fmt: skip
 
 
@@ -346,3 +368,19 @@ def next_row_block(part, seq, block, num_blocks, MULTI_BLOCK: tl.constexpr):
     else:
         seq += 1
     return seq, block, (seq < part.last_seq) | ((seq == part.last_seq) & (block <= part.last_block))
+
+
+@triton.jit
+def is_as_planned(sequence, known):
+    """Return whether a sequence still has the lengths with which its keys are found."""
+    return (
+        (sequence.seq_len == known.seq_len) & (sequence.q_len == known.q_len) & (sequence.first_pos == known.first_pos)
+    )
+
+
+@triton.jit
+def skip_prompts(cu_seqlens_q, seq, last_seq, MAX_DECODE_QUERIES: tl.constexpr):
+    """Return the first sequence from `seq` to `last_seq` that does not belong to another kernel."""
+    while (seq < last_seq) & (tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES):
+        seq += 1
+    return seq

@@ -33,9 +33,10 @@ class Scheduler:
         self.kernel = Kernel(schedule_kernel)
         self.found: tuple[Any, ...] = ()  # for which units, in which capture, and versions of what was read
         self.tensors: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.moved = False  # whether it is in other memory than before it was last found
 
     def find(self, unit: int) -> bool:
-        """Find the schedule unless it is known; return whether it is in other memory than before.
+        """Find the schedule unless it is known; return whether it was not.
 
         Args:
             unit: keys of a unit.
@@ -47,8 +48,8 @@ class Scheduler:
         wanted = unit, capture, *versions
         if wanted == self.found:
             return False
-        moves = self.tensors is None or wanted[:2] != self.found[:2]
-        if moves:
+        self.moved = self.tensors is None or wanted[:2] != self.found[:2]
+        if self.moved:
             self.tensors = self.allocate(device)
         assert self.tensors is not None
         programs = max(self.launch.num_partitions, self.launch.num_cuts), 1, 1
@@ -56,7 +57,7 @@ class Scheduler:
             programs, (*self.tensors, self.lengths, self.cu_seqlens_q), unit, lambda *t: self.arguments(unit, t)
         )
         self.found = wanted
-        return moves
+        return True
 
     def allocate(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return memory for the `Part` of each partition, and for the `Cut` of each row block if a launch combines."""
