@@ -11,6 +11,7 @@ leaves a partial in a slot of the scratch. The last warpgroup to arrive combines
 knows bounds, not lengths. It says how many slots there are, and what does not fit is not cut.
 
 A place of the order is a row block, or a split of one. `find_row_blocks` writes a `RowBlock` for each place.
+`kernels/scheduler.py` says when they are found again.
 """
 
 from typing import Any, NamedTuple
@@ -29,16 +30,6 @@ SHARE = tl.constexpr(2)  # an order counts where a work tile is 1/SHARE of a pro
 LEAST_KEYS = tl.constexpr(512)  # a row block of at most this many keys is not cut
 OVERHEAD = tl.constexpr(CUT_OVERHEAD)
 NO_END = tl.constexpr(2147483647)
-
-
-class Lengths(NamedTuple):
-    """Which keys and queries sequences have."""
-
-    seq_lens: Any  # [num_seqs] int32
-    cu_seqlens_q: Any  # [num_seqs + 1] int32
-    query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
-    key_begin: Any  # [num_tokens] int32 of intervals, or None
-    key_end: Any
 
 
 class RowBlock(NamedTuple):
@@ -260,7 +251,7 @@ def keys_of_intervals(lengths, token, q_start, q_len, seq_len, BLOCK_T: tl.const
 def find_row_blocks(
     places_ptr,  # [max_places, FIELDS] int32
     summary_ptr,  # [3] int32: places of the batch, and what `order_by_keys` returns last
-    lengths,  # Lengths
+    lengths,  # kernels.scheduler.Lengths
     window_left, window_right, num_seqs,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
     num_programs,  # of the launch that attends
