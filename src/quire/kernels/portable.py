@@ -375,5 +375,6 @@ class PortableRunner(KernelRunner):
         pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
+        anew = (FOUND_ANEW,) * len(anew)  # to wait is never wrong, and Triton's binder is asked for one number alone
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, *anew
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)
