@@ -1,6 +1,7 @@
 """The schedule of the split-KV kernel: what partitions have, how long they are, and when it is found again."""
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
@@ -198,7 +199,7 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
     finder = Scheduler(launch, SimpleNamespace(
         seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts
     ))  # fmt: skip
-    assert finder.find(unit)
+    assert finder.find(unit) and not finder.find(unit)
     parts, cuts = finder.tensors
     found = torch.full((num_partitions, MOST.value, ITEM.value), -1, dtype=torch.int32, device=device)
     walk_kernel[num_partitions,](
@@ -332,3 +333,24 @@ def test_a_schedule_is_found_once_and_again_after_a_write_or_in_a_capture(device
     launch = finder.kernel
     finder.kernel = lambda *arguments: (launches.append(finder.tensors[0]), launch(*arguments))
     assert [found(), found()] == [1, 1]
+
+
+def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
+    spec = quire.AttentionSpec(**HEADS)
+    p = make_problem(spec, ((1, 300), (1, 40)), device=device, one_query=True)
+
+    def plan(**changed: Any) -> Any:
+        return quire.plan(spec, dataclasses.replace(p.batch, **changed), **p.bounds, num_splits=4, config=SMALL)
+
+    first, second = plan(), plan(page_table=p.batch.page_table.clone())
+    other = plan(seq_lens=p.batch.seq_lens.clone())
+    assert first.runner.scheduler is second.runner.scheduler is not other.runner.scheduler
+    for made in (first, second, other):
+        assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
+    p.batch.seq_lens.copy_(torch.tensor([200, 30]))
+    for made in (second, first):
+        assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
+    number = len(scheduling.SCHEDULERS)
+    del first, second, other, made
+    gc.collect()
+    assert len(scheduling.SCHEDULERS) <= number - 2

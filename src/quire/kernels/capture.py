@@ -1,4 +1,4 @@
-"""Which CUDA graph is being captured."""
+"""The current stream, and which CUDA graph is being captured on it."""
 
 import ctypes
 from functools import cache
@@ -7,12 +7,17 @@ from typing import Any
 import torch
 
 
+def current_stream(device: torch.device) -> int:
+    """Return the address of a device's current stream; 0 for its default stream, and for a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def capture_id(device: torch.device) -> int:
     """Return a number of the capture that the current stream is in, another one for each capture; 0 outside of one."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = get_capture_info()(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), status, number)
+    error = get_capture_info()(ctypes.c_void_p(current_stream(device)), status, number)
     if error:
         raise RuntimeError(f"the driver must know the capture of the current stream, got error {error}")
     return number.value

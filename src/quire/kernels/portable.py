@@ -192,6 +192,7 @@ class KernelRunner:
         self.decided, self.batch, self.kernel, self.fixed = launch, batch, Kernel(kernel), fixed
         self.num_tokens, self.grid = -1, (0, 1, 1)  # of the last call
         self.scheduler = launch.scheduler(batch)
+        self.placed: Any = None  # the schedule that the kernel's arguments name
 
     def set_grid(self, num_tokens: int) -> None:
         """Keep the grid for a batch of `num_tokens` query tokens."""
@@ -207,14 +208,14 @@ class KernelRunner:
         scheduler = self.scheduler
         if scheduler is None:
             return ()
-        if not scheduler.find(unit):
-            return (0,)
-        if scheduler.moved:
+        is_new = scheduler.find(unit)
+        if scheduler.tensors is not self.placed:
             self.place(scheduler)
-        return (FOUND_ANEW,)
+        return (FOUND_ANEW if is_new else 0,)
 
     def place(self, scheduler: "Scheduler") -> None:
         """Let launches read the schedule where it is now."""
+        self.placed = scheduler.tensors
         assert scheduler.tensors is not None
         starts, scratch, *numbers = self.fixed
         parts, cuts = scheduler.tensors

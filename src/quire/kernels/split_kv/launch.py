@@ -283,9 +283,9 @@ class SplitKVLaunch(PortableLaunch):
 
     def scheduler(self, batch: Batch) -> "Scheduler":
         """Return what finds the schedule of a batch."""
-        from quire.kernels.split_kv.scheduler import Scheduler
+        from quire.kernels.split_kv.scheduler import scheduler_of
 
-        return Scheduler(self, batch)
+        return scheduler_of(self, batch)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""

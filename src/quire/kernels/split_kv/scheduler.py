@@ -1,20 +1,24 @@
 """`Scheduler`: when the schedule of a batch is found, and where it is kept."""
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from quire.batch import Batch
-from quire.kernels.capture import capture_id
+from quire.kernels.capture import capture_id, current_stream
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, Lengths, schedule_kernel
 
 if TYPE_CHECKING:
     from quire.kernels.split_kv.launch import SplitKVLaunch
 
+# By the launch, the stream on which plans are made, and the lengths: a schedule keeps all of them alive.
+SCHEDULERS: WeakValueDictionary[tuple[Any, ...], "Scheduler"] = WeakValueDictionary()
+
 
 class Scheduler:
-    """The schedule of a plan's batch, which the launches of all layers share.
+    """The schedule of a batch, which the launches of all layers share, and those of all plans for the same lengths.
 
     It is found by a kernel before the first of these launches, and again before the next one after PyTorch has written
     to the lengths. The first launch in a captured graph finds it in the graph, so each replay does. Its memory is then
@@ -33,7 +37,6 @@ class Scheduler:
         self.kernel = Kernel(schedule_kernel)
         self.found: tuple[Any, ...] = ()  # for which units, in which capture, and versions of what was read
         self.tensors: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.moved = False  # whether it is in other memory than before it was last found
 
     def find(self, unit: int) -> bool:
         """Find the schedule unless it is known; return whether it was not.
@@ -48,8 +51,7 @@ class Scheduler:
         wanted = unit, capture, *versions
         if wanted == self.found:
             return False
-        self.moved = self.tensors is None or wanted[:2] != self.found[:2]
-        if self.moved:
+        if self.tensors is None or wanted[:2] != self.found[:2]:
             self.tensors = self.allocate(device)
         assert self.tensors is not None
         programs = max(self.launch.num_partitions, self.launch.num_cuts), 1, 1
@@ -71,3 +73,13 @@ class Scheduler:
         of_partitions = launch.request.num_seqs, launch.num_partitions, launch.num_cuts
         fixed = *launch.partition_costs, *launch.window, *of_partitions
         return Arguments(tensors, fixed, launch.schedule_constexprs() | {"UNIT": unit})
+
+
+def scheduler_of(launch: "SplitKVLaunch", batch: Batch) -> Scheduler:
+    """Return the schedule that plans of this launch for these lengths share."""
+    lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets, batch.key_begin, batch.key_end
+    key = id(launch), current_stream(batch.seq_lens.device), *map(id, lengths)
+    found = SCHEDULERS.get(key)
+    if found is None:
+        found = SCHEDULERS[key] = Scheduler(launch, batch)
+    return found
