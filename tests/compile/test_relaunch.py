@@ -24,9 +24,9 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
-from quire.kernels.portable import FOUND_ANEW
+from quire.kernels.portable import FOUND_NOW
 from quire.kernels.scratch import Part
-from quire.kernels.split_kv.scheduler import Scheduler
+from quire.kernels.split_kv.scheduler import SCHEDULERS
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.kernels.views import Partials
 from quire.plan import make_plan
@@ -90,20 +90,11 @@ def passed(monkeypatch):
     monkeypatch.setattr(triton.compiler.CompiledKernel, "_init_handles", stand_in)
     monkeypatch.setattr(Launcher, "passed", [])
     monkeypatch.setattr(launcher, "SHARED", {})
-    allocate, schedules = Scheduler.allocate, {}
-
-    def allocate_once(self, device):
-        """Return the same memory for the schedule of a batch in each plan, as each plan's launches are compared."""
-        key = self.lengths.seq_lens.data_ptr(), self.launch.name
-        schedules[key] = schedules.get(key) or allocate(self, device)
-        return schedules[key]
-
-    monkeypatch.setattr(Scheduler, "allocate", allocate_once)
     return Launcher.passed
 
 
 def attend(plan, **inputs):
-    """Attend after a write to the lengths, which PyTorch counts: the schedule is found first, as by a new plan."""
+    """Attend after a write to the lengths, so that the schedule is found first, also if another plan has found it."""
     plan.batch.seq_lens.add_(0)
     return quire.attention(**inputs, plan=plan)
 
@@ -114,8 +105,10 @@ def has_schedule(launch):
 
 
 def without_launches(plan):
-    """Return the same plan when neither it nor another plan has compiled launches."""
+    """Return the same plan when neither it nor another plan has compiled launches. Both share a schedule."""
     launcher.SHARED.clear()
+    for schedule in SCHEDULERS.values():
+        schedule.kernel.compiled.clear()
     return make_plan(plan.spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
 
 
@@ -180,11 +173,11 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         again = passed[first:]
         next_step, scale = with_other_tensors(plan), {"out_scale": inputs[0]["out_scale"]} if wanted.out_scale else {}
         with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
-            quire.attention(**inputs[1] | scale, plan=next_step)
+            attend(next_step, **inputs[1] | scale)
         after = len(passed)
-        quire.attention(**inputs[1] | scale, plan=without_launches(next_step))
+        attend(without_launches(next_step), **inputs[1] | scale)
         bound_after = len(passed)
-        quire.attention(**inputs[1], plan=without_launches(plan))
+        attend(without_launches(plan), **inputs[1])
     finally:
         driver._active = before
     of_next_step = passed[first + len(again) : after]
@@ -229,7 +222,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {', '.join(other)}")
-    quire.attention(**layers[1], plan=without_launches(plan))
+    attend(without_launches(plan), **layers[1])
     assert len(passed) == 6 and passed[2:4] == passed[4:] != passed[:2]
 
 
@@ -361,7 +354,7 @@ def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(pass
     quire.attention(**inputs | {"out": with_lse.out}, plan=plan)
     assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel", "combine_partials_kernel"]
     attend(plan, **inputs | {"out": with_lse})
-    quire.attention(**inputs | {"out": with_lse}, plan=without_launches(plan))
+    attend(without_launches(plan), **inputs | {"out": with_lse})
     assert passed[3:6] == passed[6:] != passed[:3]
 
 
@@ -386,7 +379,7 @@ def test_the_schedule_is_found_before_the_first_layer_alone(passed, monkeypatch)
         ((_, grid, of_second),) = call()
         call(out_scale=torch.ones(5)[1:2])  # elsewhere, for which the kernel is not another one
     assert grid == first
-    assert [pair for pair in zip(of_first, of_second, strict=True) if pair[0] != pair[1]] == [(FOUND_ANEW, 0)]
+    assert [pair for pair in zip(of_first, of_second, strict=True) if pair[0] != pair[1]] == [(FOUND_NOW, 0)]
 
 
 @pytest.mark.parametrize("batch", ["decode, 64", "prompt"])
@@ -564,7 +557,7 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
                 quire.attention(queries, pages, plan, out=into)
                 pytest.fail(f"relaunched for other {what}")
     again = passed[first:]
-    quire.attention(q_again, cache_again, without_launches(plan), out=out_again)
+    attend(without_launches(plan), q=q_again, cache=cache_again, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
     assert len(again) == 2  # the schedule comes before `mla_kernel`, and mla_hopper combines in a second launch
 

@@ -50,7 +50,7 @@ from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups
 
 
 @triton.jit(
-    do_not_specialize=["is_found_anew", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -62,7 +62,7 @@ def split_kv_kernel(
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
     norm_rope,  # views.NormRope, or None
-    is_found_anew,  # whether the launch before this one finds the schedule, as a number
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -90,7 +90,7 @@ def split_kv_kernel(
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
-        if is_found_anew:  # by the launch before this one, for which `load_part` has to wait
+        if is_found_now:  # by the launch before this one, for which `load_part` has to wait
             gdc_wait()
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     # With packed fp8, fewer programs of an SM would have registers for these sums.
