@@ -145,7 +145,7 @@ class SplitKVLaunch(PortableLaunch):
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
-        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "PDL"
+        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "PDL"
         of_kernel, columns = constexprs_of(self), self.combine_columns
         ahead = self.partials_at_once
         if self.fixed_split_size:
@@ -153,6 +153,7 @@ class SplitKVLaunch(PortableLaunch):
         options = {"launch_pdl": True} if of_kernel["PDL"] else {}
         return {name: of_kernel[name] for name in names} | {
             "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
+            "STRIDE": self.lanes * self.partial_rows if self.fixed_split_size else 0,
         } | options  # fmt: skip
 
     @property

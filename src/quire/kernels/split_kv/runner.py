@@ -60,5 +60,6 @@ class CombineRunner(PortableRunner):
         assert isinstance(decided, SplitKVLaunch)
         out = views.output_tensor(out, decided.request.device.native_fp8)
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = *self.fixed[:2], cache.scale_strides[2], *strides
+        rows = decided.config.block_m, decided.partial_rows
+        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
         return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())
