@@ -64,6 +64,7 @@ ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256, outside of the loops of t
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
+ON_THE_STACK_OF_LATENTS = 32  # decode by the portable kernel for sm90 with Triton 3.9.0, outside of the loop; else 0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
@@ -927,7 +928,7 @@ LATENTS_MAY_SPILL = ("records", "records, float16", "odd widths")
         for launch in launches.LATENT_LAUNCHES[target]
     ],
 )
-def test_attention_over_latents_compiles_fits_and_does_not_spill(target, features, batch):
+def test_attention_over_latents_compiles_fits_and_does_not_spill(target, features, batch, assembled):
     """The portable MLA kernel."""
     with compiling(TARGETS[target]) as compiled:
         launches.attend_to_latents(batch, features)
@@ -935,7 +936,9 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
     print(f"{target:7} {features:18} {batch} {kernel}")
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS and features not in LATENTS_MAY_SPILL:
-        assert kernel.spills <= (BY_CHOICE if kernel.registers < REGISTERS else 0), kernel
+        assert kernel.spills <= (ON_THE_STACK_OF_LATENTS if kernel.registers < REGISTERS else 0), kernel
+        if kernel.spills > BY_CHOICE:
+            assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,8 @@ IN_INTERPRETER = {
     ),
     "other lengths than planned go unnoticed": Mutant(
         "kernels/split_kv/schedule.py",
-        "(sequence.seq_len == known.seq_len) & (sequence.q_len == known.q_len)",
-        "(sequence.q_len == known.q_len)",
+        "(sequence.seq_len == known.seq_len) & (sequence.q_len == known.q_len) & (sequence.first_pos == known.first_pos)",
+        "sequence.seq_len == sequence.seq_len",
         STALE + "[1-the last program combines]",
     ),
     "MLA: a stale schedule gives numbers": Mutant(
