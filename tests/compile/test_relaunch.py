@@ -26,7 +26,7 @@ from quire.kernels import combine, launcher, norm_rope, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
 from quire.kernels.portable import FOUND_NOW
 from quire.kernels.scratch import Part
-from quire.kernels.split_kv.scheduler import SCHEDULERS
+from quire.kernels.scheduler import SCHEDULERS
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.kernels.views import Partials
 from quire.plan import make_plan
@@ -108,7 +108,7 @@ def without_launches(plan):
     """Return the same plan when neither it nor another plan has compiled launches. Both share a schedule."""
     launcher.SHARED.clear()
     for schedule in SCHEDULERS.values():
-        schedule.kernel.compiled.clear()
+        schedule.kernel = None
     return make_plan(plan.spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
 
 

@@ -63,7 +63,9 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
                 with pytest.raises(AssertionError, match="compiled in service"):
                     quire.attention(q, cache, plan, **new)
     combining = {"combine_kernel", "combine_partials_kernel"}
-    assert kernels == {"write_kernel", "block_kernel", "schedule_kernel", "split_kv_kernel", "hopper_kernel"} | combining
+    assert (
+        kernels == {"write_kernel", "block_kernel", "schedule_kernel", "split_kv_kernel", "hopper_kernel"} | combining
+    )
 
 
 @pytest.mark.parametrize(

@@ -237,13 +237,16 @@ IN_INTERPRETER = {
         MLA + "a_stale_schedule_gives_the_right_result_or_nan",
     ),
     "lengths that were written to are not read again": Mutant(
-        "kernels/split_kv/scheduler.py",
-        "wanted = unit, capture, *versions",
-        "wanted = unit, capture",
+        "kernels/scheduler.py",
+        "wanted = asked, capture_id(device), *versions",
+        "wanted = asked, capture_id(device)",
         FOUND_AGAIN,
     ),
     "a graph without its schedule": Mutant(
-        "kernels/split_kv/scheduler.py", "wanted = unit, capture, *versions", "wanted = unit, 0, *versions", FOUND_AGAIN
+        "kernels/scheduler.py",
+        "wanted = asked, capture_id(device), *versions",
+        "wanted = asked, 0, *versions",
+        FOUND_AGAIN,
     ),
     "partials combined without weights": Mutant(
         "kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"

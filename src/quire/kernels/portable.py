@@ -20,6 +20,7 @@ from quire.spec import UNBOUNDED, AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
+    from quire.kernels.scheduler import Scheduler
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
@@ -138,8 +139,8 @@ class PortableLaunch(ABC):
         """Keys of a split of a batch-invariant plan; else 0."""
         return 0
 
-    def scheduler(self, batch: Batch) -> Any:
-        """Return the `Scheduler` that finds the schedule of a batch; None if the kernel has none."""
+    def scheduler(self, batch: Batch) -> "Scheduler | None":
+        """Return what finds the schedule of a batch; None if the kernel has none."""
         return None
 
     @abstractmethod
@@ -212,7 +213,7 @@ class KernelRunner:
             self.place(scheduler)
         return (FOUND_NOW if is_new else 0,)
 
-    def place(self, scheduler: Any) -> None:
+    def place(self, scheduler: "Scheduler") -> None:
         """Let launches read the schedule where it is now."""
         self.placed = scheduler.tensors
         assert scheduler.tensors is not None

@@ -9,9 +9,9 @@ from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.portable import PortableRunner
+from quire.kernels.scheduler import Scheduler
 from quire.kernels.split_kv.combine import combine_partials_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
-from quire.kernels.split_kv.scheduler import Scheduler
 
 
 class CombineRunner(PortableRunner):
