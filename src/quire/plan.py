@@ -1,7 +1,8 @@
 """`Plan`: how a batch is launched, decided once per step (or once per captured graph) and shared by all layers.
 
 A plan is made from host numbers only. Lengths and page tables stay on the device. They may change between launches,
-within the bounds that the plan was made for.
+within the bounds that the plan was made for. Some kernels find a schedule from the lengths, once for all layers. It is
+found again after PyTorch wrote to the lengths, and in each replay of a captured graph.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -181,6 +182,10 @@ def plan(
     Make a plan once per step and pass it to every layer with this spec. For a captured graph, make it once, with the
     largest lengths that the graph has to serve, before the capture begins. A plan holds scratch memory: two plans may
     run at the same time, each on the stream that it was made on; one plan may not.
+
+    Lengths may change within the bounds. A plan notices what PyTorch writes to them, and a captured graph reads them in
+    each replay. After a kernel of another library wrote to them, make a new plan: of one that was used before, results
+    may be NaN where keys were split, but never those of other lengths.
 
     Args:
         spec: what is computed.

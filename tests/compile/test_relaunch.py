@@ -25,8 +25,8 @@ from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
 from quire.kernels.portable import FOUND_NOW
-from quire.kernels.scratch import Part
 from quire.kernels.scheduler import SCHEDULERS
+from quire.kernels.scratch import Part
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.kernels.views import Partials
 from quire.plan import make_plan

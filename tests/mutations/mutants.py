@@ -225,9 +225,9 @@ IN_INTERPRETER = {
         STALE + "[1-the last program combines]",
     ),
     "other lengths than planned go unnoticed": Mutant(
-        "kernels/split_kv/schedule.py",
-        "(sequence.seq_len == known.seq_len) & (sequence.q_len == known.q_len) & (sequence.first_pos == known.first_pos)",
-        "sequence.seq_len == sequence.seq_len",
+        "kernels/split_kv/kernel.py",
+        "tl.where(as_planned, 0.0",
+        "tl.where(planned == num_units, 0.0",
         STALE + "[1-the last program combines]",
     ),
     "MLA: a stale schedule gives numbers": Mutant(
@@ -241,6 +241,12 @@ IN_INTERPRETER = {
         "wanted = asked, capture_id(device), *versions",
         "wanted = asked, capture_id(device)",
         FOUND_AGAIN,
+    ),
+    "a new plan with the schedule of one before": Mutant(
+        "kernels/scheduler.py",
+        "found.found = found.found[:2]",
+        "pass",
+        SCHEDULE + "plans_for_the_same_lengths_share_a_schedule_and_others_do_not",
     ),
     "a graph without its schedule": Mutant(
         "kernels/scheduler.py",
