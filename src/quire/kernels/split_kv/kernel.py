@@ -234,6 +234,8 @@ def split_kv_kernel(
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
                     split_l += poison
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        part = load_part(scratch.parts, partition)  # read again, and so in no register while tiles are loaded
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if PDL:
             if ends_early:
                 gdc_launch_dependents()
@@ -251,8 +253,6 @@ def split_kv_kernel(
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
                 store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
         seq, block, sequence, known = next_seq, next_block, following, following
-        if more:  # read again, and so in no register while tiles are loaded
-            part = load_part(scratch.parts, partition)
     if PDL and MAX_DECODE_QUERIES > 0:
         # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
         # that later kernels see both results.
