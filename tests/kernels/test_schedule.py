@@ -356,6 +356,10 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     assert stale.lse.isnan().any()
     for made in (plan(), first, second):  # a new plan reads the lengths, for all that share its schedule
         assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
+    set_unseen(p.batch.seq_lens, (290, 5))
+    second.update()
+    for made in (first, second):
+        assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
     number = len(scheduling.SCHEDULERS)
     del first, second, other, made
     gc.collect()

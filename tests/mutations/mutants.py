@@ -244,7 +244,7 @@ IN_INTERPRETER = {
     ),
     "a new plan with the schedule of one before": Mutant(
         "kernels/scheduler.py",
-        "found.found = found.found[:2]",
+        "found.forget()",
         "pass",
         SCHEDULE + "plans_for_the_same_lengths_share_a_schedule_and_others_do_not",
     ),
