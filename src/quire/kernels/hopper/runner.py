@@ -103,7 +103,7 @@ class HopperRunner:
         if self.scheduler.tensors is not self.placed:
             self.placed = self.scheduler.tensors
             self.attend.compiled.clear()  # whose arguments have the former place
-        if self.decode is not None:  # which runs beside this launch, and so finds no schedule between both
+        if self.decode is not None:  # which runs at the same time as this launch, and so finds no schedule between both
             self.decode.prepare(cache)
         self.attend(grid, tensors, facts, partial(self.arguments, q, cache, matrices), loaded)
         if self.split_out is not None:
