@@ -10,20 +10,19 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
-from quire.kernels.mla_hopper.schedule import TILE, queries_of
+from quire.kernels.mla_hopper.schedule import TILE
 
 
 @gluon.jit
-def load_queries(program, seq, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
-    """Load quarters FIRST to LAST of the queries of a sequence, then the rope columns. Unless wanted, load nothing."""
+def load_queries(program, known, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
+    """Load quarters FIRST to LAST of the queries of a `Sequence`, then the rope columns. Unless wanted, load nothing."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
-    queries, lengths = program.queries, program.lengths
-    q_start, q_len = queries_of(lengths, gl.minimum(seq, lengths.num_seqs - 1))
+    queries = program.queries
     rows = gl.arange(0, program.config.COLUMNS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    owned = (wanted & (token < q_len))[:, None]
-    token = (q_start + token).to(gl.int64)
+    owned = (wanted & (token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
+    token = (known.q_start + token).to(gl.int64)
     cols = gl.arange(0, QUARTER, gl.SliceLayout(0, LAYOUT))[None, :]
     rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = queries.nope + token * queries.stride_nope_token + head.to(gl.int64) * queries.stride_nope_head

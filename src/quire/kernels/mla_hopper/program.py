@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
-from quire.kernels.mla_hopper.schedule import Work, first_tile, keys_of, num_tiles, queries_of
+from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
+from quire.kernels.split_kv.schedule import Sequence, is_as_planned, load_sequence
 
 
 class Queries(NamedTuple):
@@ -14,6 +15,7 @@ class Queries(NamedTuple):
 
     nope: Any  # [num_tokens, NUM_HEADS, 512]
     rope: Any  # [num_tokens, NUM_HEADS, 64]
+    num_tokens: Any
     stride_nope_token: Any
     stride_nope_head: Any
     stride_rope_token: Any
@@ -62,8 +64,9 @@ class Program(NamedTuple):
 
     queries: Any  # Queries
     outputs: Any  # Outputs
-    lengths: Any  # schedule.Lengths
-    partition: Any  # schedule.Partition
+    lengths: Any  # split_kv.schedule.Lengths
+    cu_seqlens_q: Any  # or None if each sequence has one query
+    part: Any  # schedule.Part
     index: Any  # of the partition
     num_partitions: Any
     row_block: Any
@@ -73,20 +76,103 @@ class Program(NamedTuple):
     config: Any  # Config
 
 
-@gluon.jit
-def work_of(program, seq, place, row_block):
-    """Return the tiles of a sequence that the program's partition holds, and the next sequence's place in the list.
+class Work(NamedTuple):
+    """The tiles of one sequence that a program attends to."""
 
-    The sequence's own place is `place`. A row block of few rows is the sequence's only one, 0, as the compiler then
-    knows.
+    q_start: Any  # the sequence's first query token
+    q_len: Any
+    first_pos: Any  # position of its first query
+    seq_len: Any
+    visible: Any  # keys that the row block sees
+    tile: Any  # first tile, in the sequence
+    count: Any  # tiles; at least one
+    starts: Any  # the first tile is the sequence's first
+    ends: Any  # the last tile is the sequence's last
+    poison: Any  # what is added to the sum of exponentials: NaN if the lengths are not those of the schedule
+
+
+# A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
+
+
+@gluon.jit
+def first_sequence(program, row_block):
+    """Return the first sequence of the partition that has rows in the row block, and its `Sequence` of the schedule."""
+    part = program.part
+    known = Sequence(part.seq_len, part.q_start, part.q_len, part.first_pos)
+    return with_rows(program, part.seq, known, row_block)
+
+
+@gluon.jit
+def next_sequence(program, seq, row_block):
+    """Return the next sequence that has rows in the row block, and its `Sequence`."""
+    return with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
+
+
+@gluon.jit
+def load_within(program, seq):
+    """Return the `Sequence` of a number, or of the partition's last sequence if that is less."""
+    return load_sequence(program.lengths, program.cu_seqlens_q, gl.minimum(seq, program.part.last_seq))
+
+
+@gluon.jit
+def with_rows(program, seq, known, row_block):
+    """Return the first sequence from `seq` on that has rows in the row block, or one after the partition's last.
+
+    `known` is the `Sequence` of `seq`.
     """
-    lengths, partition = program.lengths, program.partition
-    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
-    q_start, q_len = queries_of(lengths, seq)
-    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, program.causal, NUM_HEADS)
-    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-    place += gl.where(tiles > 0, partition.overhead, 0)
-    start = first_tile(partition, place)
-    stop = gl.minimum(partition.high - place, tiles)
-    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
-    return work, place + tiles
+    if program.cu_seqlens_q is not None:
+        if known.q_len * program.config.NUM_HEADS <= row_block * ROWS:
+            seq = skip_without_rows(program, seq, row_block)
+            known = load_within(program, seq)
+    return seq, known
+
+
+@gluon.jit
+def skip_without_rows(program, seq, row_block):
+    """Return the first sequence from `seq` on that has rows in the row block, of which it reads SEQS at once."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0])  # every warp holds all
+    last_seq = program.part.last_seq
+    i = gl.arange(0, SEQS, LAYOUT)
+    found = seq * 0 + SEQS
+    while (seq <= last_seq) & (found == SEQS):
+        starts = program.cu_seqlens_q + gl.minimum(seq + i, last_seq)
+        q_len = gl.load(starts + 1) - gl.load(starts)
+        has_rows = (seq + i <= last_seq) & (q_len * program.config.NUM_HEADS > row_block * ROWS)
+        found = gl.min(gl.where(has_rows, i, SEQS), 0)
+        seq += found
+    return seq
+
+
+@gluon.jit
+def tiles_here(program, seq, known, row_block):
+    """Return the tiles of a sequence that the partition holds; `known` is its `Sequence`.
+
+    Returns:
+        visible: keys that the row block sees.
+        tiles: of the whole sequence.
+        tile: the first one that is here.
+        count: how many are here.
+        is_cut: whether the next ones are in another partition.
+    """
+    part = program.part
+    visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
+    tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
+    tile = gl.where(seq == part.seq, part.tile, 0)
+    is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
+    return visible, tiles, tile, gl.where(is_cut, part.stop, tiles) - tile, is_cut
+
+
+@gluon.jit
+def work_of(program, seq, known, row_block):
+    """Return the `Work` of a sequence, whose `Sequence` is `known`.
+
+    Results are written where the sequence's queries are now, which may not be where the schedule has them.
+    """
+    visible, tiles, tile, count, is_cut = tiles_here(program, seq, known, row_block)
+    now = load_sequence(program.lengths, program.cu_seqlens_q, seq)
+    as_planned = is_as_planned(now, known) & (now.q_start == known.q_start)
+    as_planned = as_planned & ((tiles == program.part.last_tiles) | (not is_cut))
+    poison = gl.where(as_planned, 0.0, float("nan"))
+    return Work(
+        now.q_start, now.q_len, known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, poison
+    )

@@ -13,7 +13,9 @@ from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
+from quire.kernels.portable import FOUND_ANEW
 from quire.kernels.scratch import Part
+from quire.kernels.split_kv.scheduler import scheduler_of
 from quire.kernels.states import LOG2E
 from quire.kernels.tma import page_box
 from quire.kernels.views import Matrix
@@ -38,14 +40,13 @@ class MLAHopperRunner:
         acc = Part(workspace, torch.float32, size.counters, rows * width)
         m_i = Part(workspace, torch.float32, size.counters + 4 * rows * width, rows)
         l_i = Part(workspace, torch.float32, size.counters + 4 * rows * (width + 1), rows)
-        numbers = batch.num_seqs, launch.num_partitions, launch.combine_cost, launch.sequence_cost
         self.lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets
-        self.scratch, self.numbers = (acc, m_i, l_i), numbers
+        self.scratch = acc, m_i, l_i
+        self.scheduler, self.placed = scheduler_of(launch, batch), None  # the schedule that launches read
         self.grid = launch.row_blocks, launch.num_partitions, 1
         self.combine_meta = launch.combine_constexprs() | {"num_warps": 4, "launch_pdl": True}
         blocks = launch.partial_rows // self.combine_meta["BLOCK_M"] * (width // self.combine_meta["COLUMNS"])
-        cut = batch.num_seqs if self.combine_meta["BY_SEQUENCE"] else launch.num_partitions - 1
-        self.combine_grid = cut, launch.row_blocks, blocks
+        self.combine_grid = launch.num_cuts, launch.row_blocks, blocks
 
     def __call__(
         self,
@@ -68,7 +69,13 @@ class MLAHopperRunner:
             return
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
-        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
+        is_new = self.scheduler.find()
+        if self.scheduler.tensors is not self.placed:  # launches have the former place among their arguments
+            self.placed = self.scheduler.tensors
+            self.attend.compiled.clear()
+            self.combine.compiled.clear()
+        numbers = FOUND_ANEW if is_new else 0, q_nope.shape[0]
+        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k, *numbers
         arguments = partial(self.arguments, cache, matrix, widths)
         self.attend(self.grid, tensors, cache.kind, arguments, [(cache.k.data_ptr(), matrix)] * len(widths))
         if self.grid[1] > 1:  # sequences are cut
@@ -84,14 +91,17 @@ class MLAHopperRunner:
         scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
         strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *out_strides(out, lse)
         pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
-        fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
+        parts, _ = self.placed
+        numbers = *scores, self.decided.num_partitions, *pages, *strides
+        fixed = *absent, table, *self.lengths, parts, *self.scratch, *numbers
         of_cache = {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
         return Arguments(tensors, fixed, constexprs_of(self.decided) | of_cache, descriptors)
 
     def combine_arguments(self, out: torch.Tensor, lse: torch.Tensor | None) -> Arguments:
         """Return the arguments of the kernel that combines the partials of sequences that are cut."""
-        causal = int(self.decided.request.spec.causal)
-        fixed = *self.lengths, *self.scratch, causal, *self.numbers, *out_strides(out, lse)
+        _, cuts = self.placed
+        numbers = self.decided.num_partitions, *out_strides(out, lse)
+        fixed = self.batch.cu_seqlens_q, cuts, *self.scratch, *numbers
         return Arguments((out, lse), fixed, self.combine_meta)
 
 

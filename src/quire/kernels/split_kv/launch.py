@@ -16,7 +16,7 @@ from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
-    from quire.kernels.split_kv.scheduler import Scheduler
+    from quire.kernels.split_kv.scheduler import ScheduleLaunch, Scheduler
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
@@ -245,6 +245,16 @@ class SplitKVLaunch(PortableLaunch):
         return (
             self.combine_cost, self.min_split_tiles, self.costs.two_level_combine_discount, self.two_level_min_tiles
         )  # fmt: skip
+
+    def schedule_launch(self) -> "ScheduleLaunch":
+        """Return the launch that finds the schedule."""
+        from quire.kernels.split_kv.schedule import schedule_kernel
+        from quire.kernels.split_kv.scheduler import ScheduleLaunch
+
+        parts, cuts = self.num_partitions, self.num_cuts
+        numbers = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
+        grid = max(parts, cuts), 1, 1
+        return ScheduleLaunch(schedule_kernel, grid, parts, cuts, numbers, self.schedule_constexprs())
 
     def schedule_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the launch that finds the schedule, but for its unit."""
