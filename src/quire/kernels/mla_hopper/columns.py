@@ -67,7 +67,7 @@ def scale_columns(acc, factor):
 
 
 @gluon.jit
-def store_result(program, work, first_row, quarters, FIRST: gl.constexpr, m_i, l_i):
+def store_result(program, target, first_row, quarters, FIRST: gl.constexpr, m_i, l_i):
     """Write normalised results of a sequence that is not cut, from quarter FIRST on. The first brings the lse."""
     LAYOUT: gl.constexpr = quarters[0].type.layout
     COLUMNS: gl.constexpr = quarters[0].shape[1]
@@ -76,19 +76,19 @@ def store_result(program, work, first_row, quarters, FIRST: gl.constexpr, m_i, l
     element: gl.constexpr = outputs.out.dtype.element_ty
     rows = first_row + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+    offsets = (target.q_start + token).to(gl.int64) * outputs.stride_out_token
     offsets += head.to(gl.int64) * outputs.stride_out_head
     cols = gl.arange(0, QUARTER, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(len(quarters)):
         into = outputs.out + offsets[None, :] + ((FIRST + i) * QUARTER + cols)[:, None]
-        gl.store(into, quarters[i].to(element), mask=(token < work.q_len)[None, :])
+        gl.store(into, quarters[i].to(element), mask=(token < target.q_len)[None, :])
     if FIRST == 0:
         if outputs.lse is not None:
             rows = first_row + gl.arange(0, COLUMNS, l_i.type.layout)
             token, head = rows // NUM_HEADS, rows % NUM_HEADS
             lse = lse_of_rows(m_i, l_i)
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + head
-            gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_lse + head
+            gl.store(outputs.lse + offsets, lse, mask=token < target.q_len)
 
 
 @gluon.jit

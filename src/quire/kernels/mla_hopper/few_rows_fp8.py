@@ -33,7 +33,7 @@ from quire.kernels.mla_hopper.columns import (
 from quire.kernels.mla_hopper.fp8_operands import key_operands, merge_columns, query_operands, value_operands
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
@@ -85,26 +85,27 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
     else:
         latent_scale = gl.load(program.scale_ptr)
     softmax_scale = program.softmax_scale * latent_scale
-    seq, known = first_sequence(program, 0)
+    seq, known, first = first_sequence(program, 0)
     n, works = 0, 0
     while seq <= program.part.last_seq:
         quarters = load_queries(program, known, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
-        work = work_of(program, seq, known, 0)
+        work = work_of(program, seq, known, first, 0)
         scale = store_queries(PARITY, s, quarters, works, softmax_scale)
         acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
         mbarrier.arrive(s.q_empty, count=1)
+        target = target_of(program, seq, known, work)  # while both warpgroups exchange their output
         acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
-        l_i += work.poison
+        l_i += target.poison
         if work.starts & work.ends:
             results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
-            store_result(program, work, 0, results, PARITY * 2, m_i, l_i)
+            store_result(program, target, 0, results, PARITY * 2, m_i, l_i)
         else:
             results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
             slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
             store_partial(program, slot, results, PARITY * 2, m_i, l_i)
         n += 4 * work.count
         works += 1
-        seq, known = next_sequence(program, seq, 0)
+        seq, known, first = next_sequence(program, seq, 0)
 
 
 @gluon.jit

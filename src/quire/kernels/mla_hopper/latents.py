@@ -18,7 +18,7 @@ from quire.kernels.gluon.compat import aggregate, tma_load
 from quire.kernels.gluon.pipeline import SmemPipeline
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
 from quire.kernels.mla_hopper.producer import load_first_pages, load_pages, produce_next, row_of
-from quire.kernels.mla_hopper.program import first_sequence, tiles_here
+from quire.kernels.mla_hopper.program import first_sequence, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 
 
@@ -63,15 +63,15 @@ def produce_latents(latents, source, program):
     BOX: gl.constexpr = program.config.BOX
     row_block = program.row_block
     lane = gl.arange(0, 32, LANES)
-    seq, known = first_sequence(program, row_block)
-    pages = load_first_pages(source, program, seq, lane)
+    seq, known, first = first_sequence(program, row_block)
+    pages = load_first_pages(source, program, seq, first, lane)
     n = 0
     while seq <= program.part.last_seq:
         row = row_of(source, seq)
-        visible, _, tile, count, _ = tiles_here(program, seq, known, row_block)
-        pos = tile * TILE
-        end = pos + count * TILE
-        stop = gl.minimum(end, visible)
+        work = work_of(program, seq, known, first, row_block)
+        pos = first * TILE
+        end = pos + work.count * TILE
+        stop = gl.minimum(end, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
         while pos < end:
             rows = ()
@@ -83,7 +83,7 @@ def produce_latents(latents, source, program):
             for i in gl.static_range(4):
                 load_quarter(latents, source, rows, i, n + i, BOX)
             n += 4
-        seq, known, pages = produce_next(source, program, seq, lane, row_block)
+        seq, known, first, pages = produce_next(source, program, seq, lane, row_block)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.rescale import raised, rescaled
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
@@ -38,14 +38,15 @@ def consume_many(PARITY: gl.constexpr, s, program):
     scale_ptr, softmax_scale = program.scale_ptr, program.softmax_scale
     if scale_ptr is not None:
         softmax_scale *= gl.load(scale_ptr)
-    seq, known = first_sequence(program, row_block)
+    seq, known, first = first_sequence(program, row_block)
     uses, odd_uses, works = 0, 0, 0
     while seq <= program.part.last_seq:
         # The compiler cannot know that this is 0. So it computes addresses here and keeps none of them in registers,
         # of which the loop over tiles has none to spare.
         zero = seq >> 30
         panels = load_queries(PARITY, program, known, row_block + zero)
-        work = work_of(program, seq, known, row_block)
+        work = work_of(program, seq, known, first, row_block)
+        target = target_of(program, seq, known, work)
         scale = store_queries(PARITY, s, panels, works, softmax_scale)
         if PARITY == EVEN:
             acc, m_i, l_i = attend_even(s, program, work, uses, odd_uses, scale)
@@ -56,16 +57,16 @@ def consume_many(PARITY: gl.constexpr, s, program):
         s.total.index(PARITY).store(l_i)
         mbarrier.arrive(s.total_full, count=1)
         wait(s.total_full, works)
-        l_i += s.total.index(1 - PARITY).load(l_i.type.layout) + work.poison
+        l_i += s.total.index(1 - PARITY).load(l_i.type.layout) + target.poison
         if scale_ptr is not None:
             acc = scale_rows(acc, gl.full(m_i.shape, gl.load(scale_ptr), gl.float32, m_i.type.layout))
         if work.starts & work.ends:
-            store_result(PARITY, s, program, work, row_block + zero, acc, m_i, l_i)
+            store_result(PARITY, s, program, target, row_block + zero, acc, m_i, l_i)
         else:
             slot = ((row_block + zero) * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
             store_partial(PARITY, program, slot, acc, m_i, l_i)
         works += 1
-        seq, known = next_sequence(program, seq, row_block)
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit
@@ -301,7 +302,7 @@ def attend_to_even_tile(acc, m_i, s, use, zero, OF_SCORES: gl.constexpr):
 
 
 @gluon.jit
-def store_result(PARITY: gl.constexpr, s, program, work, row_block, acc, m_i, l_i):
+def store_result(PARITY: gl.constexpr, s, program, target, row_block, acc, m_i, l_i):
     """Normalise and write this warpgroup's columns.
 
     They are staged in the place of its queries, which both warpgroups have multiplied: whole rows reach memory faster
@@ -322,18 +323,18 @@ def store_result(PARITY: gl.constexpr, s, program, work, row_block, acc, m_i, l_
         for first in gl.static_range(0, ROWS, 32):
             rows = row_block * ROWS + first + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
             token = rows // NUM_HEADS
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_out_token
             offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
             place = s.q.index(PARITY * 2 + i)
             values = reinterpret(place, element, place.shape, place.layout).slice(first, 32).load(LAYOUT)
-            gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
+            gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < target.q_len)[:, None])
     if PARITY == EVEN:
         if outputs.lse is not None:
             rows = row_block * ROWS + gl.arange(0, ROWS, l_i.type.layout)
             token = rows // NUM_HEADS
             lse = lse_of_rows(m_i, l_i)
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
-            gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
+            gl.store(outputs.lse + offsets, lse, mask=token < target.q_len)
 
 
 @gluon.jit

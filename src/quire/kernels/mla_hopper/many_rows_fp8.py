@@ -34,7 +34,7 @@ from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
@@ -87,12 +87,12 @@ def score(s, program):
     softmax_scale = program.softmax_scale
     if program.scale_ptr is not None:
         softmax_scale *= gl.load(program.scale_ptr)
-    seq, known = first_sequence(program, program.row_block)
+    seq, known, first = first_sequence(program, program.row_block)
     tile, works = 0, 0
     while seq <= program.part.last_seq:
         zero = seq >> 30
         peak = peak_of_queries(program, known, zero)
-        work = work_of(program, seq, known, program.row_block)
+        work = work_of(program, seq, known, first, program.row_block)
         scale = softmax_scale * store_queries(s, program, known, zero, peak)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
@@ -108,22 +108,25 @@ def score(s, program):
         tile += 1
         wait(s.total_empty, works + 1)
         s.maximum.index(0).store(m_i - LIFT)
-        s.total.index(0).store(l_i + work.poison)
+        s.total.index(0).store(l_i)
         mbarrier.arrive(s.total_full, count=1)
         works += 1
-        seq, known = next_sequence(program, seq, program.row_block)
+        seq, known, first = next_sequence(program, seq, program.row_block)
 
 
 @gluon.jit
-def find_queries(program, known):
-    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist."""
+def find_queries(program, known, zero):
+    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist.
+
+    With a `zero` of which the compiler does not know that it is 0, it computes them here and keeps none.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries
     rows = program.row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, (rows % NUM_HEADS).to(gl.int64)
     owned = ((token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
-    token = (known.q_start + token).to(gl.int64)
+    token = (known.q_start + zero + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
     rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
@@ -133,7 +136,7 @@ def find_queries(program, known):
 @gluon.jit
 def peak_of_queries(program, known, zero):
     """Return the absolute maximum of each row of queries. The compiler does not know that `zero` is 0."""
-    nope, rope, owned = find_queries(program, known)
+    nope, rope, owned = find_queries(program, known, 0)
     peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
     # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
     for half in range(zero, zero + 2):
@@ -153,7 +156,7 @@ def store_queries(s, program, known, zero, peak):
     Returns:
         The inverse scale of each row.
     """
-    nope, rope, owned = find_queries(program, known)
+    nope, rope, owned = find_queries(program, known, zero)
     factor, inverse = scale_of_rows(peak, 7)
     rope_columns = gl.load(rope, mask=owned, other=0.0)
     s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
@@ -207,10 +210,10 @@ def hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale):
 def sum_values(SIDE: gl.constexpr, s, program):
     """Multiply probabilities with half of the columns of every tile, and write the results. Two warpgroups run this."""
     row_block = program.row_block
-    seq, known = first_sequence(program, row_block)
+    seq, known, first = first_sequence(program, row_block)
     tile, works = 0, 0
     while seq <= program.part.last_seq:
-        work = work_of(program, seq, known, row_block)
+        work = work_of(program, seq, known, first, row_block)
         acc = ()
         for _ in gl.static_range(4):
             acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
@@ -219,9 +222,10 @@ def sum_values(SIDE: gl.constexpr, s, program):
             acc = add_tile(SIDE, s, acc, tile, pos, work.visible)
             tile += 1
             pos += TILE
+        target = target_of(program, seq, known, work)
         wait(s.total_full, works)
         m_i = s.maximum.index(0).load(gl.SliceLayout(0, OF_OUT))
-        l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT))
+        l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT)) + target.poison
         mbarrier.arrive(s.total_empty, count=1)
         factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, OF_OUT))
         if program.scale_ptr is not None:
@@ -233,11 +237,11 @@ def sum_values(SIDE: gl.constexpr, s, program):
             even, odd = scale_columns((acc[2 * i], acc[2 * i + 1]), factor)
             results = (merge_columns(even, odd),)
             if whole:
-                store_result(program, work, row_block * ROWS, results, 2 * SIDE + i, m_i, l_i)
+                store_result(program, target, row_block * ROWS, results, 2 * SIDE + i, m_i, l_i)
             else:
                 store_partial(program, slot.to(gl.int64), results, 2 * SIDE + i, m_i, l_i)
         works += 1
-        seq, known = next_sequence(program, seq, row_block)
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit

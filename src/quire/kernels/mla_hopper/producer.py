@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quire.kernels.gluon.compat import reinterpret, tma_load
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, tiles_here
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 
 # Tiles of a partition up to which L2 fetches ahead. In longer loops that was slower (NVIDIA H200, 2026-11-25; what it
@@ -31,15 +31,15 @@ def produce(s, source, program):
     PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
     fetches_ahead = (gl.num_programs(0) > 1) & (part.size <= FETCHED_AHEAD)
-    seq, known = first_sequence(program, row_block)
-    pages = load_first_pages(source, program, seq, lane)
+    seq, known, first = first_sequence(program, row_block)
+    pages = load_first_pages(source, program, seq, first, lane)
     uses, odd_uses = 0, 0
     while seq <= part.last_seq:
         row = row_of(source, seq)
-        visible, _, tile, count, _ = tiles_here(program, seq, known, row_block)
-        pos = tile * TILE
-        end = pos + count * TILE
-        stop = gl.minimum(end, visible)
+        work = work_of(program, seq, known, first, row_block)
+        pos = first * TILE
+        end = pos + work.count * TILE
+        stop = gl.minimum(end, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
         while pos < end:
             rows = ()
@@ -58,7 +58,7 @@ def produce(s, source, program):
                 odd_uses += 1
             uses += 1
             pos += PAIR
-        seq, known, pages = produce_next(source, program, seq, lane, row_block)
+        seq, known, first, pages = produce_next(source, program, seq, lane, row_block)
 
 
 @gluon.jit
@@ -68,27 +68,25 @@ def row_of(source, seq):
 
 
 @gluon.jit
-def load_first_pages(source, program, seq, lane):
-    """Load the page numbers of the first boxes that a partition has of a sequence.
+def load_first_pages(source, program, seq, tile, lane):
+    """Load the page numbers of the first boxes that a partition has of a sequence, from `tile` on.
 
     They are loaded before the length of the sequence is known, so only the table bounds them.
     """
-    part = program.part
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
-    inside = gl.minimum(seq, part.last_seq)
-    pos = gl.where(inside == part.seq, part.tile, 0) * TILE + lane * program.config.BOX
-    return load_pages(row_of(source, inside), pos, source.table_width * PAGE_SIZE, PAGE_SIZE)
+    row, pos = row_of(source, gl.minimum(seq, program.part.last_seq)), tile * TILE + lane * program.config.BOX
+    return load_pages(row, pos, source.table_width * PAGE_SIZE, PAGE_SIZE)
 
 
 @gluon.jit
 def produce_next(source, program, seq, lane, row_block):
-    """Return the next sequence, its `Sequence`, and its first page numbers, which are loaded at the same time."""
-    pages = load_first_pages(source, program, seq + 1, lane)
-    found, known = next_sequence(program, seq, row_block)
+    """Return what `next_sequence` returns, and the first page numbers, which are loaded at the same time."""
+    pages = load_first_pages(source, program, seq + 1, 0, lane)
+    found, known, first = next_sequence(program, seq, row_block)
     if program.cu_seqlens_q is not None:
         if found > seq + 1:  # sequences without rows
-            pages = load_first_pages(source, program, found, lane)
-    return found, known, pages
+            pages = load_first_pages(source, program, found, 0, lane)
+    return found, known, first, pages
 
 
 @gluon.jit
@@ -164,10 +162,10 @@ def raw_tile(stage, desc):
 def convert(s, source, program):
     """Convert the latents of every tile of the partition. One warpgroup runs this."""
     row_block = program.row_block
-    seq, known = first_sequence(program, row_block)
+    seq, known, first = first_sequence(program, row_block)
     uses, odd_uses = 0, 0
     while seq <= program.part.last_seq:
-        _, _, _, left, _ = tiles_here(program, seq, known, row_block)
+        left = work_of(program, seq, known, first, row_block).count
         while left > 0:
             for i in gl.static_range(4):
                 convert_quarter(s, source, EVEN, ORDER[EVEN][i], uses)
@@ -177,7 +175,7 @@ def convert(s, source, program):
                 odd_uses += 1
             uses += 1
             left -= 2
-        seq, known = next_sequence(program, seq, row_block)
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit

@@ -79,8 +79,6 @@ class Program(NamedTuple):
 class Work(NamedTuple):
     """The tiles of one sequence that a program attends to."""
 
-    q_start: Any  # the sequence's first query token
-    q_len: Any
     first_pos: Any  # position of its first query
     seq_len: Any
     visible: Any  # keys that the row block sees
@@ -88,7 +86,15 @@ class Work(NamedTuple):
     count: Any  # tiles; at least one
     starts: Any  # the first tile is the sequence's first
     ends: Any  # the last tile is the sequence's last
-    poison: Any  # what is added to the sum of exponentials: NaN if the lengths are not those of the schedule
+    as_planned: Any  # the sequence has as many tiles as in the schedule, or is not cut here
+
+
+class Target(NamedTuple):
+    """Where a sequence's results go: to where its queries are now, which may not be where the schedule has them."""
+
+    q_start: Any  # its first query token
+    q_len: Any
+    poison: Any  # what is added to the sum of exponentials: NaN if the lengths are not those of the schedule, else 0
 
 
 # A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
@@ -96,16 +102,29 @@ class Work(NamedTuple):
 
 @gluon.jit
 def first_sequence(program, row_block):
-    """Return the first sequence of the partition that has rows in the row block, and its `Sequence` of the schedule."""
+    """Return the first sequence of the partition that has rows in the row block.
+
+    Returns:
+        seq: its number; after the partition's last if there is none.
+        known: its `Sequence` of the schedule.
+        tile: its first tile that the partition holds.
+    """
     part = program.part
-    known = Sequence(part.seq_len, part.q_start, part.q_len, part.first_pos)
-    return with_rows(program, part.seq, known, row_block)
+    q_start, q_len = part.seq, part.seq * 0 + 1
+    if program.cu_seqlens_q is not None:
+        q_start, q_len = part.q_start, part.q_len
+    first_pos = part.seq_len - q_len
+    if program.lengths.query_offsets is not None:
+        first_pos = part.first_pos
+    seq, known = with_rows(program, part.seq, Sequence(part.seq_len, q_start, q_len, first_pos), row_block)
+    return seq, known, part.tile
 
 
 @gluon.jit
 def next_sequence(program, seq, row_block):
-    """Return the next sequence that has rows in the row block, and its `Sequence`."""
-    return with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
+    """Return of the next sequence that has rows in the row block what `first_sequence` returns, with its lengths."""
+    seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
+    return seq, known, 0
 
 
 @gluon.jit
@@ -144,35 +163,20 @@ def skip_without_rows(program, seq, row_block):
 
 
 @gluon.jit
-def tiles_here(program, seq, known, row_block):
-    """Return the tiles of a sequence that the partition holds; `known` is its `Sequence`.
-
-    Returns:
-        visible: keys that the row block sees.
-        tiles: of the whole sequence.
-        tile: the first one that is here.
-        count: how many are here.
-        is_cut: whether the next ones are in another partition.
-    """
+def work_of(program, seq, known, tile, row_block):
+    """Return the `Work` of a sequence, whose `Sequence` is `known`, from `tile` on."""
     part = program.part
     visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
     tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
-    tile = gl.where(seq == part.seq, part.tile, 0)
     is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
-    return visible, tiles, tile, gl.where(is_cut, part.stop, tiles) - tile, is_cut
+    count = gl.where(is_cut, part.stop, tiles) - tile
+    as_planned = (tiles == part.last_tiles) | (not is_cut)
+    return Work(known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, as_planned)
 
 
 @gluon.jit
-def work_of(program, seq, known, row_block):
-    """Return the `Work` of a sequence, whose `Sequence` is `known`.
-
-    Results are written where the sequence's queries are now, which may not be where the schedule has them.
-    """
-    visible, tiles, tile, count, is_cut = tiles_here(program, seq, known, row_block)
+def target_of(program, seq, known, work):
+    """Return the `Target` of a sequence, whose `Sequence` is `known`."""
     now = load_sequence(program.lengths, program.cu_seqlens_q, seq)
-    as_planned = is_as_planned(now, known) & (now.q_start == known.q_start)
-    as_planned = as_planned & ((tiles == program.part.last_tiles) | (not is_cut))
-    poison = gl.where(as_planned, 0.0, float("nan"))
-    return Work(
-        now.q_start, now.q_len, known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, poison
-    )
+    as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
+    return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))
