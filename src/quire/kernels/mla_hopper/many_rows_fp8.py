@@ -214,6 +214,7 @@ def sum_values(SIDE: gl.constexpr, s, program):
     tile, works = 0, 0
     while seq <= program.part.last_seq:
         work = work_of(program, seq, known, first, row_block)
+        target = target_of(program, seq, known, work)
         acc = ()
         for _ in gl.static_range(4):
             acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
@@ -222,7 +223,6 @@ def sum_values(SIDE: gl.constexpr, s, program):
             acc = add_tile(SIDE, s, acc, tile, pos, work.visible)
             tile += 1
             pos += TILE
-        target = target_of(program, seq, known, work)
         wait(s.total_full, works)
         m_i = s.maximum.index(0).load(gl.SliceLayout(0, OF_OUT))
         l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT)) + target.poison
