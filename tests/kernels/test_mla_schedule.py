@@ -56,7 +56,7 @@ def walk_kernel(
         gl.store(at, seq)
         gl.store(at + 1, tile)
         gl.store(at + 2, work.count)
-        gl.store(at + 3, (not (work.starts & work.ends)).to(gl.int32))
+        gl.store(at + 3, gl.where(work.starts & work.ends, 0, 1))
         at += ITEM
         seq, known, tile = next_sequence(program, seq, row_block)
 

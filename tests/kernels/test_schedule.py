@@ -31,11 +31,12 @@ from quire.kernels.split_kv.schedule import (
     min_partition_units,
     next_row_block,
     partition_size,
+    schedule_kernel,
     skip_prompts,
     span,
     units_here,
 )
-from quire.kernels.split_kv.scheduler import Scheduler
+from quire.kernels.split_kv.scheduler import ScheduleLaunch, Scheduler
 from quire.testing import error_budget, make_problem
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
@@ -141,10 +142,11 @@ def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs:
         "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": most_queries, "INTERVALS": 0,
         "MORE_INTERVALS": False, "FIXED_SPLIT": split > 0, "PDL": False,
     }  # fmt: skip
-    return SimpleNamespace(
-        num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
-        request=SimpleNamespace(num_seqs=num_seqs), schedule_constexprs=lambda: constexprs,
-    )  # fmt: skip
+    num_cuts = more.get("num_cuts", 0)
+    numbers = *costs, *window, num_seqs, num_partitions, num_cuts
+    grid = max(num_partitions, num_cuts), 1, 1
+    launch = ScheduleLaunch(schedule_kernel, grid, num_partitions, num_cuts, numbers, constexprs)
+    return SimpleNamespace(schedule_launch=lambda: launch)
 
 
 def units_of(q_len: int, seq_len: int, rows: tuple[int, int], unit: int, window: int) -> tuple[int, int]:

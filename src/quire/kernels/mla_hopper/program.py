@@ -124,7 +124,7 @@ def first_sequence(program, row_block):
 def next_sequence(program, seq, row_block):
     """Return of the next sequence that has rows in the row block what `first_sequence` returns, with its lengths."""
     seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
-    return seq, known, 0
+    return seq, known, seq * 0
 
 
 @gluon.jit
