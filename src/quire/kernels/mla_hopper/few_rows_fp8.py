@@ -90,12 +90,11 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
     while seq <= program.part.last_seq:
         quarters = load_queries(program, known, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
         work = work_of(program, seq, known, first, 0)
-        scale = store_queries(PARITY, s, quarters, works, softmax_scale)
+        target = target_of(program, seq, known, work)
+        scale = store_queries(PARITY, s, quarters, works, softmax_scale + target.poison)
         acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
         mbarrier.arrive(s.q_empty, count=1)
-        target = target_of(program, seq, known, work)  # while both warpgroups exchange their output
         acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
-        l_i += target.poison
         if work.starts & work.ends:
             results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
             store_result(program, target, 0, results, PARITY * 2, m_i, l_i)
