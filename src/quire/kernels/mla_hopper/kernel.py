@@ -50,6 +50,8 @@ def mla_hopper_kernel(
     """
     FROM_FP8: gl.constexpr = rope_desc is not None
     row_block, index = gl.program_id(0), gl.program_id(1)
+    if COLUMNS < ROWS:  # a sequence has one
+        row_block = index * 0
     if is_found_anew:  # by the launch before this one, for which `load_mla_part` has to wait
         gdc_wait()
     part = load_mla_part(parts_ptr, row_block * num_partitions + index)
