@@ -15,7 +15,7 @@ from quire.kernels.mla_hopper.schedule import TILE
 
 @gluon.jit
 def load_queries(program, known, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
-    """Load quarters FIRST to LAST of the queries of a `Sequence`, then the rope columns. Unless wanted, load nothing."""
+    """Load quarters FIRST to LAST of a `Sequence`'s queries, then the rope columns. Unless wanted, load nothing."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries

@@ -91,6 +91,7 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
         quarters = load_queries(program, known, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
         work = work_of(program, seq, known, first, 0)
         target = target_of(program, seq, known, work)
+        # Poisoned scores poison the output and its sum. They need no register while tiles are attended to.
         scale = store_queries(PARITY, s, quarters, works, softmax_scale + target.poison)
         acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
         mbarrier.arrive(s.q_empty, count=1)

@@ -94,7 +94,7 @@ class Target(NamedTuple):
 
     q_start: Any  # its first query token
     q_len: Any
-    poison: Any  # what is added to the sum of exponentials: NaN if the lengths are not those of the schedule, else 0
+    poison: Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
 
 
 # A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.

@@ -42,7 +42,8 @@ class MLAHopperRunner:
         l_i = Part(workspace, torch.float32, size.counters + 4 * rows * (width + 1), rows)
         self.lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets
         self.scratch = acc, m_i, l_i
-        self.scheduler, self.placed = scheduler_of(launch, batch), None  # the schedule that launches read
+        self.scheduler = scheduler_of(launch, batch)
+        self.placed: Any = None  # the schedule that the launches' arguments name
         self.grid = launch.row_blocks, launch.num_partitions, 1
         self.combine_meta = launch.combine_constexprs() | {"num_warps": 4, "launch_pdl": True}
         blocks = launch.partial_rows // self.combine_meta["BLOCK_M"] * (width // self.combine_meta["COLUMNS"])
@@ -70,9 +71,9 @@ class MLAHopperRunner:
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
         is_new = self.scheduler.find()
-        if self.scheduler.tensors is not self.placed:  # launches have the former place among their arguments
+        if self.scheduler.tensors is not self.placed:
             self.placed = self.scheduler.tensors
-            self.attend.compiled.clear()
+            self.attend.compiled.clear()  # whose arguments have the former place
             self.combine.compiled.clear()
         numbers = FOUND_ANEW if is_new else 0, q_nope.shape[0]
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k, *numbers
