@@ -24,10 +24,10 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels import scheduler as scheduling
 from quire.kernels.mla_hopper.program import Config, Program, first_sequence, next_sequence, work_of
 from quire.kernels.mla_hopper.schedule import ROWS, TILE, load_mla_part, mla_schedule_kernel
-from quire.kernels.split_kv.schedule import Lengths
-from quire.kernels.split_kv.scheduler import ScheduleLaunch, Scheduler
+from quire.kernels.scheduler import Lengths, Scheduler, Search
 from tests.hopper_simulator.launch import simulate, simulated_hopper
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
@@ -45,10 +45,8 @@ def walk_kernel(
     row_block, index = gl.program_id(0), gl.program_id(1)
     number = row_block * num_partitions + index
     part = load_mla_part(parts_ptr, number)
-    lengths, config = Lengths(seq_lens, None, None, None), Config(NUM_HEADS, ROWS, ROWS, 64, 64)
-    program = Program(
-        None, None, lengths, cu_seqlens_q, part, index, num_partitions, row_block, causal > 0, 1.0, None, config
-    )
+    lengths, config = Lengths(seq_lens, cu_seqlens_q, None, None, None), Config(NUM_HEADS, ROWS, ROWS, 64, 64)
+    program = Program(None, None, lengths, part, index, num_partitions, row_block, causal > 0, 1.0, None, config)
     at = out_ptr + number * MOST * ITEM
     seq, known, tile = first_sequence(program, row_block)
     while seq <= part.last_seq:
@@ -100,15 +98,13 @@ def test_each_tile_is_in_one_partition_and_cuts_name_their_partials(seed):
     row_blocks, by_sequence = cdiv(int(queries.max(initial=1)) * num_heads, ROWS.value) or 1, num_seqs <= 32
     num_cuts = num_seqs if by_sequence else max(1, parts - 1)
     numbers = *costs, int(causal), int(by_sequence), num_seqs, parts, num_cuts
-    launch = ScheduleLaunch(
-        mla_schedule_kernel, (row_blocks, max(parts, num_cuts), 1), row_blocks * parts, row_blocks * num_cuts, numbers,
-        {"NUM_HEADS": num_heads, "PDL": False},
-    )  # fmt: skip
+    sizes, meta = (row_blocks * parts * 16, row_blocks * num_cuts * 4), {"NUM_HEADS": num_heads, "PDL": False}
+    search = Search(mla_schedule_kernel, row_blocks * max(parts, num_cuts), sizes, numbers, meta)
     batch = SimpleNamespace(
         seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts
     )  # fmt: skip
-    finder = Scheduler(SimpleNamespace(schedule_launch=lambda: launch), batch)
-    assert finder.find() and not finder.find()
+    finder = Scheduler(SimpleNamespace(search=lambda asked: search), batch)
+    assert finder.find(None) and not finder.find(None)
     found = torch.full((row_blocks, parts, MOST.value, ITEM.value), -1, dtype=torch.int32)
     tensors = found, finder.tensors[0], seq_lens, starts
     simulate(walk_kernel, (row_blocks, parts), (*tensors, parts, int(causal)), {"NUM_HEADS": num_heads}, (), seed)
@@ -231,14 +227,18 @@ def test_a_schedule_of_more_queries_reads_none_beyond_those_of_now():
     assert state.lse.isnan().all()
 
 
-def test_the_schedule_of_latents_is_found_once_and_again_after_a_write():
+def test_the_schedule_of_latents_is_found_once_and_again_after_a_write(monkeypatch):
     spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, dtype=torch.float16)
     p = make_problem(spec, ((1, 300), (1, 40)), page_size=64, one_query=True)
     with simulated_hopper(num_sms=3):
         plan = quire.plan(spec, p.batch, **p.bounds, kernel="mla_hopper")
-    finder: Any = plan.runner.scheduler
-    launch, launches = finder.kernel, []
-    finder.kernel = lambda *arguments: (launches.append(arguments), launch(*arguments))
+    launches, kernel = [], scheduling.Kernel
+
+    def counted(function: Any) -> Any:
+        launch = kernel(function)
+        return lambda *arguments: (launches.append(arguments), launch(*arguments))
+
+    monkeypatch.setattr(scheduling, "Kernel", counted)
     for writes, expected in ((False, 1), (False, 1), (True, 2), (False, 2)):
         if writes:
             p.batch.seq_lens.copy_(torch.tensor([250, 10]))

@@ -20,7 +20,7 @@ from quire.spec import UNBOUNDED, AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
-    from quire.kernels.split_kv.scheduler import Scheduler
+    from quire.kernels.scheduler import Scheduler
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread

@@ -27,7 +27,7 @@ from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
 from quire.kernels.mla_hopper.program import Config, Outputs, Program, Queries, Source
 from quire.kernels.mla_hopper.schedule import ROWS, load_mla_part
-from quire.kernels.split_kv.schedule import Lengths
+from quire.kernels.scheduler import Lengths
 
 
 @gluon.jit(
@@ -66,14 +66,14 @@ def mla_hopper_kernel(
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
-    lengths = Lengths(seq_lens, query_offsets, None, None)
+    lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
     queries = Queries(
         q_nope_ptr, q_rope_ptr, num_tokens, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head
     )
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, BOX)
     program = Program(
-        queries, outputs, lengths, cu_seqlens_q, part, index, num_partitions, row_block, causal > 0, scale, scale_ptr,
+        queries, outputs, lengths, part, index, num_partitions, row_block, causal > 0, scale, scale_ptr,
         config,
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)

@@ -19,7 +19,7 @@ from quire.kernels.tma import matrix_of, page_box
 from quire.kernels.views import Matrix
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
-    from quire.kernels.split_kv.scheduler import ScheduleLaunch
+    from quire.kernels.scheduler import Search
 
 ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
 TILE = 64  # keys of a tile
@@ -123,19 +123,17 @@ class MLAHopperLaunch:
         """Sequences of a row block that may be combined."""
         return self.request.num_seqs if self.combines_by_sequence else max(1, self.num_partitions - 1)
 
-    def schedule_launch(self) -> "ScheduleLaunch":
+    def search(self, asked: None) -> "Search":
         """Return the launch that finds the schedule."""
-        from quire.kernels.mla_hopper.schedule import mla_schedule_kernel
-        from quire.kernels.split_kv.scheduler import ScheduleLaunch
+        from quire.kernels.mla_hopper.schedule import CUT_FIELDS, PART_FIELDS, mla_schedule_kernel
+        from quire.kernels.scheduler import Search
 
-        parts, cuts, spec = self.num_partitions, self.num_cuts, self.request.spec
+        parts, cuts, row_blocks, spec = self.num_partitions, self.num_cuts, self.row_blocks, self.request.spec
         costs = self.combine_cost, self.sequence_cost, int(spec.causal)
-        numbers = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
-        constexprs = {"NUM_HEADS": spec.num_q_heads, "PDL": True, "num_warps": 1, "launch_pdl": True}
-        grid = self.row_blocks, max(parts, cuts), 1
-        return ScheduleLaunch(
-            mla_schedule_kernel, grid, self.row_blocks * parts, self.row_blocks * cuts, numbers, constexprs
-        )
+        fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
+        sizes = row_blocks * parts * PART_FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
+        meta = {"NUM_HEADS": spec.num_q_heads, "PDL": True, "num_warps": 1, "launch_pdl": True}
+        return Search(mla_schedule_kernel, row_blocks * max(parts, cuts), sizes, fixed, meta)
 
     @once
     def combine_constexprs(self) -> dict[str, Any]:

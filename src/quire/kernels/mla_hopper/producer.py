@@ -83,7 +83,7 @@ def produce_next(source, program, seq, lane, row_block):
     """Return what `next_sequence` returns, and the first page numbers, which are loaded at the same time."""
     pages = load_first_pages(source, program, seq + 1, 0, lane)
     found, known, first = next_sequence(program, seq, row_block)
-    if program.cu_seqlens_q is not None:
+    if program.lengths.cu_seqlens_q is not None:
         if found > seq + 1:  # sequences without rows
             pages = load_first_pages(source, program, found, 0, lane)
     return found, known, first, pages

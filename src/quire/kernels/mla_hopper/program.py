@@ -64,8 +64,7 @@ class Program(NamedTuple):
 
     queries: Any  # Queries
     outputs: Any  # Outputs
-    lengths: Any  # split_kv.schedule.Lengths
-    cu_seqlens_q: Any  # or None if each sequence has one query
+    lengths: Any  # scheduler.Lengths
     part: Any  # schedule.Part
     index: Any  # of the partition
     num_partitions: Any
@@ -94,7 +93,9 @@ class Target(NamedTuple):
 
     q_start: Any  # its first query token
     q_len: Any
-    poison: Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
+    poison: (
+        Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
+    )
 
 
 # A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
@@ -111,7 +112,7 @@ def first_sequence(program, row_block):
     """
     part = program.part
     q_start, q_len = part.seq, part.seq * 0 + 1
-    if program.cu_seqlens_q is not None:
+    if program.lengths.cu_seqlens_q is not None:
         q_start, q_len = part.q_start, part.q_len
     first_pos = part.seq_len - q_len
     if program.lengths.query_offsets is not None:
@@ -130,7 +131,7 @@ def next_sequence(program, seq, row_block):
 @gluon.jit
 def load_within(program, seq):
     """Return the `Sequence` of a number, or of the partition's last sequence if that is less."""
-    return load_sequence(program.lengths, program.cu_seqlens_q, gl.minimum(seq, program.part.last_seq))
+    return load_sequence(program.lengths, program.lengths.cu_seqlens_q, gl.minimum(seq, program.part.last_seq))
 
 
 @gluon.jit
@@ -139,7 +140,7 @@ def with_rows(program, seq, known, row_block):
 
     `known` is the `Sequence` of `seq`.
     """
-    if program.cu_seqlens_q is not None:
+    if program.lengths.cu_seqlens_q is not None:
         if known.q_len * program.config.NUM_HEADS <= row_block * ROWS:
             seq = skip_without_rows(program, seq, row_block)
             known = load_within(program, seq)
@@ -154,7 +155,7 @@ def skip_without_rows(program, seq, row_block):
     i = gl.arange(0, SEQS, LAYOUT)
     found = seq * 0 + SEQS
     while (seq <= last_seq) & (found == SEQS):
-        starts = program.cu_seqlens_q + gl.minimum(seq + i, last_seq)
+        starts = program.lengths.cu_seqlens_q + gl.minimum(seq + i, last_seq)
         q_len = gl.load(starts + 1) - gl.load(starts)
         has_rows = (seq + i <= last_seq) & (q_len * program.config.NUM_HEADS > row_block * ROWS)
         found = gl.min(gl.where(has_rows, i, SEQS), 0)
@@ -177,6 +178,6 @@ def work_of(program, seq, known, tile, row_block):
 @gluon.jit
 def target_of(program, seq, known, work):
     """Return the `Target` of a sequence, whose `Sequence` is `known`."""
-    now = load_sequence(program.lengths, program.cu_seqlens_q, seq)
+    now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
     as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
     return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))

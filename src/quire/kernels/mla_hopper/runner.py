@@ -14,8 +14,8 @@ from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
 from quire.kernels.portable import FOUND_ANEW
+from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import Part
-from quire.kernels.split_kv.scheduler import scheduler_of
 from quire.kernels.states import LOG2E
 from quire.kernels.tma import page_box
 from quire.kernels.views import Matrix
@@ -70,7 +70,7 @@ class MLAHopperRunner:
             return
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
-        is_new = self.scheduler.find()
+        is_new = self.scheduler.find(None)
         if self.scheduler.tensors is not self.placed:
             self.placed = self.scheduler.tensors
             self.attend.compiled.clear()  # whose arguments have the former place

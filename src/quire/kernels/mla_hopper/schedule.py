@@ -7,7 +7,7 @@ Programs of different row blocks have the same partitions. So those that read th
 share them in L2.
 
 `mla_schedule_kernel` reads the lengths and writes a `Part` for each partition of each row block, and a `Cut` for each
-sequence that may have to be combined. The kernels of all layers read them; `split_kv/scheduler.py` says when the
+sequence that may have to be combined. The kernels of all layers read them; `kernels/scheduler.py` says when the
 schedule is found again.
 
 Lengths may change while a schedule is in use. Every sequence belongs to a partition of each row block, also where it
@@ -127,8 +127,7 @@ def count_before(seq, place, ends, at):
 def mla_schedule_kernel(
     parts_ptr,  # [row blocks, num_partitions, PART_FIELDS] int32
     cuts_ptr,  # [row blocks, num_cuts, CUT_FIELDS] int32
-    lengths,  # split_kv.schedule.Lengths
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    lengths,  # scheduler.Lengths
     combine_cost, sequence_cost,  # Costs
     causal,
     by_sequence,  # whether there is a cut for each sequence, or for each partition: of the sequence that its end cuts
@@ -136,10 +135,12 @@ def mla_schedule_kernel(
     NUM_HEADS: tl.constexpr,
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
-    """Find a partition of a row block, and a sequence that may be cut. Grid: [row blocks, partitions or cuts]."""
+    """Find a partition of a row block, and a sequence that may be cut. Grid: [row blocks * max(partitions, cuts)]."""
     if PDL:  # whoever waits for this launch waits for those before it too
         gdc_wait()
-    row_block, index = tl.program_id(0), tl.program_id(1)
+    each = tl.maximum(num_partitions, num_cuts)
+    cu_seqlens_q = lengths.cu_seqlens_q
+    row_block, index = tl.program_id(0) // each, tl.program_id(0) % each
     causal = causal > 0
     total, longest, count = index * 0, index * 0, index * 0
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):

@@ -6,7 +6,7 @@ the rows and columns of a row block. They read which row block it is while the s
 The states of batch-invariant splits are folded in key order. Each row and column of the fold is by itself, so a result
 has the bits that one program would compute.
 
-Grid: [num_row_blocks * num_kv_heads * PARTIAL_ROWS * slices]. A program combines COLUMNS columns of a row.
+Grid: [num_row_blocks * num_kv_heads * partial_rows * slices]. A program combines COLUMNS columns of a row.
 """
 
 import triton
@@ -19,7 +19,7 @@ from quire.kernels.states import Outputs, combine_at_once, store_result
 
 
 @triton.jit(
-    do_not_specialize=["stride_scale", "stride_lse"],
+    do_not_specialize=["block_m", "partial_rows", "stride_scale", "stride_lse"],
 )
 def combine_partials_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -29,10 +29,10 @@ def combine_partials_kernel(
     v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
+    block_m, partial_rows,  # rows of a row block, and those of them that are stored
     stride_scale, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTIAL_ROWS: tl.constexpr,  # rows of a row block, and those of them that are stored
-    FIXED_SPLIT: tl.constexpr,  # of the split-KV kernel
+    STRIDE: tl.constexpr,  # rows from slot to slot, if states of splits are folded; 0 if partials are combined
     COLUMNS: tl.constexpr,  # of a program
     AHEAD: tl.constexpr,  # states that are loaded together
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -43,30 +43,30 @@ def combine_partials_kernel(
         if pid == 0:
             gdc_wait()
     columns = pid % SLICES * COLUMNS + tl.arange(0, COLUMNS)
-    row = pid // SLICES % PARTIAL_ROWS  # of the row block
-    kv_head = pid // (SLICES * PARTIAL_ROWS) % NUM_KV_HEADS
-    index = pid // (SLICES * PARTIAL_ROWS * NUM_KV_HEADS)
+    row = pid // SLICES % partial_rows  # of the row block
+    of_all = pid // SLICES // partial_rows
+    kv_head, index = of_all % NUM_KV_HEADS, of_all // NUM_KV_HEADS
     cut = load_cut(scratch.cuts, index)
     q_start, q_len = cut.seq, 1
     if cu_seqlens_q is not None:
         q_start = tl.load(cu_seqlens_q + cut.seq)
         q_len = tl.load(cu_seqlens_q + cut.seq + 1) - q_start
-    if (cut.number > 1) & (cut.block * BLOCK_M + row < q_len * GROUP):
+    if (cut.number > 1) & (cut.block * block_m + row < q_len * GROUP):
         if PDL:
             gdc_wait()
-        if FIXED_SPLIT > 0:
+        if STRIDE > 0:
             acc, m_i, l_i = fold_slots(
-                scratch, cut.first, cut.first + cut.number, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS,
+                scratch, cut.first, cut.first + cut.number, kv_head, row, columns, NUM_KV_HEADS, STRIDE,
                 HEAD_DIM_V, AHEAD,
             )  # fmt: skip
         else:
             acc, m_i, l_i = combine_slots(
-                scratch, cut.first, cut.number, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM_V, AHEAD
+                scratch, cut.first, cut.number, kv_head, row, columns, partial_rows, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
             )
         v_scale = 1.0
         if v_scale_ptr is not None:
             v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * stride_scale)
-        rows = find_rows(cut.block * BLOCK_M + row, q_start, q_len, 0, kv_head, GROUP, 1)
+        rows = find_rows(cut.block * block_m + row, q_start, q_len, 0, kv_head, GROUP, 1)
         outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
         m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
         store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
@@ -74,8 +74,8 @@ def combine_partials_kernel(
 
 @triton.jit
 def combine_slots(
-    scratch, first_slot, num_partials, kv_head, row, columns,
-    NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
+    scratch, first_slot, num_partials, kv_head, row, columns, partial_rows,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the combined state of a row's partials, whose maximum and sum are scalars.
 
@@ -88,7 +88,7 @@ def combine_slots(
         i = done + tl.arange(0, AHEAD)
         present = i < num_partials
         slot = first_slot + tl.where(i == 0, 0, 2 * i - 1)
-        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * PARTIAL_ROWS + row
+        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * partial_rows + row
         other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"), cache_modifier=".cg")
         other_l = tl.load(scratch.l_i + at, mask=present, other=0.0, cache_modifier=".cg")
         acc_ptrs = scratch.acc + (at * HEAD_DIM_V)[:, None] + columns[None, :]
@@ -100,15 +100,14 @@ def combine_slots(
 @triton.jit
 def fold_slots(
     scratch, first, stop, kv_head, row, columns,
-    NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, STRIDE: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the fold of the states in slots `first` to `stop`, of one row, whose maximum and sum are scalars.
 
     States are loaded in rounds of AHEAD, a round before they are folded. The first round may have fewer, so that all
     others need no masks.
     """
-    STRIDE: tl.constexpr = NUM_KV_HEADS * PARTIAL_ROWS  # of slots, in rows
-    row_of_lane = kv_head * PARTIAL_ROWS + row
+    row_of_lane = kv_head * (STRIDE // NUM_KV_HEADS) + row
     num_first = (stop - first - 1) % AHEAD + 1
     at = tl.cast(first, tl.int64) * STRIDE + row_of_lane
     acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0

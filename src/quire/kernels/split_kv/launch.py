@@ -16,7 +16,7 @@ from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
-    from quire.kernels.split_kv.scheduler import ScheduleLaunch, Scheduler
+    from quire.kernels.scheduler import Scheduler, Search
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
@@ -145,7 +145,7 @@ class SplitKVLaunch(PortableLaunch):
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
-        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "PARTIAL_ROWS", "FIXED_SPLIT", "PDL"
+        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "PDL"
         of_kernel, columns = constexprs_of(self), self.combine_columns
         ahead = self.partials_at_once
         if self.fixed_split_size:
@@ -153,6 +153,7 @@ class SplitKVLaunch(PortableLaunch):
         options = {"launch_pdl": True} if of_kernel["PDL"] else {}
         return {name: of_kernel[name] for name in names} | {
             "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
+            "STRIDE": self.lanes * self.partial_rows if self.fixed_split_size else 0,
         } | options  # fmt: skip
 
     @property
@@ -246,15 +247,15 @@ class SplitKVLaunch(PortableLaunch):
             self.combine_cost, self.min_split_tiles, self.costs.two_level_combine_discount, self.two_level_min_tiles
         )  # fmt: skip
 
-    def schedule_launch(self) -> "ScheduleLaunch":
-        """Return the launch that finds the schedule."""
-        from quire.kernels.split_kv.schedule import schedule_kernel
-        from quire.kernels.split_kv.scheduler import ScheduleLaunch
+    def search(self, asked: int) -> "Search":
+        """Return the launch that finds the schedule, for units of so many keys."""
+        from quire.kernels.scheduler import Search
+        from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, schedule_kernel
 
         parts, cuts = self.num_partitions, self.num_cuts
-        numbers = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
-        grid = max(parts, cuts), 1, 1
-        return ScheduleLaunch(schedule_kernel, grid, parts, cuts, numbers, self.schedule_constexprs())
+        fixed = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
+        sizes = parts * PART_FIELDS.value, cuts * CUT_FIELDS.value
+        return Search(schedule_kernel, max(parts, cuts), sizes, fixed, self.schedule_constexprs() | {"UNIT": asked})
 
     def schedule_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the launch that finds the schedule, but for its unit."""
@@ -293,7 +294,7 @@ class SplitKVLaunch(PortableLaunch):
 
     def scheduler(self, batch: Batch) -> "Scheduler":
         """Return what finds the schedule of a batch."""
-        from quire.kernels.split_kv.scheduler import scheduler_of
+        from quire.kernels.scheduler import scheduler_of
 
         return scheduler_of(self, batch)
 

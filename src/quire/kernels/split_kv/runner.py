@@ -9,9 +9,9 @@ from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.portable import PortableRunner
+from quire.kernels.scheduler import Scheduler
 from quire.kernels.split_kv.combine import combine_partials_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
-from quire.kernels.split_kv.scheduler import Scheduler
 
 
 class CombineRunner(PortableRunner):
@@ -60,5 +60,6 @@ class CombineRunner(PortableRunner):
         assert isinstance(decided, SplitKVLaunch)
         out = views.output_tensor(out, decided.request.device.native_fp8)
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = *self.fixed[:2], cache.scale_strides[2], *strides
+        rows = decided.config.block_m, decided.partial_rows
+        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
         return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())

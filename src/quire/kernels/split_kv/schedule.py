@@ -5,7 +5,7 @@ one KV tile of UNIT keys, or, with fixed splits, one split. The units are cut in
 within them, as Stream-K cuts the work of a matrix product (arXiv 2301.03598).
 
 `schedule_kernel` reads the lengths and writes a `Part` for each partition, and a `Cut` for each row block that a second
-launch may have to combine. The kernels of all layers read them; `scheduler.py` says when the schedule is found again.
+launch may have to combine. The kernels of all layers read them. `kernels/scheduler.py` says when they are found again.
 
 Lengths may change while a schedule is in use. Which sequences and which partials a partition has follows from its
 `Part` alone, so every program writes what others wait for. The result of a sequence is NaN if it is the first of a
@@ -43,15 +43,6 @@ class Costs(NamedTuple):
     min_split_tiles: Any
     two_level_discount: Any
     two_level_min_tiles: Any
-
-
-class Lengths(NamedTuple):
-    """Which keys and queries sequences have, as fields of `views.KVLayout`."""
-
-    seq_lens: Any
-    query_offsets: Any
-    key_begin: Any
-    key_end: Any
 
 
 class Part(NamedTuple):
@@ -248,8 +239,7 @@ def find_unit(lengths, cu_seqlens_q, num_seqs, unit, window_left, window_right, 
 def schedule_kernel(
     parts_ptr,  # [num_partitions, PART_FIELDS] int32
     cuts_ptr,  # [num_cuts, CUT_FIELDS] int32, or None without a second launch
-    lengths,  # Lengths
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    lengths,  # kernels.scheduler.Lengths
     combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles,  # Costs
     window_left, window_right, num_seqs, num_partitions, num_cuts,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,
@@ -261,6 +251,7 @@ def schedule_kernel(
     if PDL:  # whoever waits for this launch waits for those before it too
         gdc_wait()
     U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
+    cu_seqlens_q = lengths.cu_seqlens_q
     costs = Costs(combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles)
     index = tl.program_id(0)
     # Of all sequences: their units and row blocks, and those of the sequences before row block `index`.
