@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -174,7 +175,10 @@ def find_partitions(seq_lens: list[int]) -> tuple[Any, list[tuple[int, int]]]:
     request = Request(HEADS, len(seq_lens), False, bounds, TARGETS["sm90"].properties)
     launch: Any = choose(request, Options())[0]
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    schedule = Scheduler(launch, quire.Batch(lengths[:, None], lengths))
+    search = launch.search(launch.config.block_n)
+    meta = {name: value for name, value in search.meta.items() if name != "launch_pdl"} | {"PDL": False}
+    found: Any = SimpleNamespace(search=lambda asked: search._replace(meta=meta))  # the interpreter knows no PDL
+    schedule = Scheduler(found, quire.Batch(lengths[:, None], lengths))
     schedule.find(launch.config.block_n)
     assert schedule.tensors is not None
     parts = schedule.tensors[0][: launch.num_partitions * PART_FIELDS.value].view(-1, PART_FIELDS.value)

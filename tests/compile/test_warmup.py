@@ -63,7 +63,9 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
                 with pytest.raises(AssertionError, match="compiled in service"):
                     quire.attention(q, cache, plan, **new)
     combining = {"combine_kernel", "combine_partials_kernel"}
-    assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel", "hopper_kernel"} | combining
+    assert (
+        kernels == {"write_kernel", "block_kernel", "schedule_kernel", "split_kv_kernel", "hopper_kernel"} | combining
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,8 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                     with pytest.raises(AssertionError, match="compiled in service"):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
-    assert kernels == {write, "block_kernel", "split_kv_kernel", "combine_partials_kernel"} | (
-        set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
-    )
+    portable = {"block_kernel", "schedule_kernel", "split_kv_kernel", "combine_partials_kernel"}
+    assert kernels == {write} | portable | (set() if "token" in kind else {"hopper_kernel", "combine_kernel"})
     assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
 
@@ -138,6 +139,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         out = torch.empty_like(inputs["q"])
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == [
+            "schedule_kernel",
             "split_kv_kernel",
             "combine_partials_kernel",
             "hopper_kernel",
@@ -176,7 +178,7 @@ def test_nothing_compiles_for_latents_after_warmup(features, without_compiler):
     cache = quire.PagedKVCache.empty(spec, 2, 64)
     with compiling(without_compiler("sm80")) as compiled:
         names = quire.warmup(spec, cache, max_num_seqs=2, max_num_tokens=14, max_seq_len=300)
-        assert {c.kernel for c in compiled} == {"write_latent_kernel", "mla_kernel"}
+        assert {c.kernel for c in compiled} == {"write_latent_kernel", "schedule_kernel", "mla_kernel"}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (
                 ((1, 5),),

@@ -351,6 +351,15 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     p.batch.seq_lens.copy_(torch.tensor([200, 30]))
     for made in (second, first):
         assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
+    set_unseen(p.batch.seq_lens, (170, 20))
+    stale = quire.attention(p.q, p.cache, first, return_lse=True)
+    assert stale.lse.isnan().any()
+    for made in (plan(), first, second):  # a new plan reads the lengths, for all that share its schedule
+        assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
+    set_unseen(p.batch.seq_lens, (290, 5))
+    second.update()
+    for made in (first, second):
+        assert error_budget(p, quire.attention(p.q, p.cache, made, return_lse=True)).passed
     number = len(scheduling.SCHEDULERS)
     del first, second, other, made
     gc.collect()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
 FEWEST_REGISTERS = 128  # of a thread, which the kernels need whatever a configuration asks for
-FOUND_ANEW = 16
+FOUND_NOW = 16
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class KernelRunner:
         is_new = scheduler.find(unit)
         if scheduler.tensors is not self.placed:
             self.place(scheduler)
-        return (FOUND_ANEW if is_new else 0,)
+        return (FOUND_NOW if is_new else 0,)
 
     def place(self, scheduler: "Scheduler") -> None:
         """Let launches read the schedule where it is now."""
@@ -263,13 +263,13 @@ class PortableRunner(KernelRunner):
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
-        anew = self.find_schedule(self.unit(cache))
+        found = self.find_schedule(self.unit(cache))
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new
         if norm_rope is None:
-            self.kernel(self.grid, (*tensors, None, *anew), None, self.arguments)
+            self.kernel(self.grid, (*tensors, None, *found), None, self.arguments)
         else:
             rotated, rotation = norm_rope
-            self.kernel(self.grid, (*tensors, rotated, *anew), rotation, partial(self.arguments, rotation=rotation))
+            self.kernel(self.grid, (*tensors, rotated, *found), rotation, partial(self.arguments, rotation=rotation))
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -339,7 +339,7 @@ class PortableRunner(KernelRunner):
         cache: PagedKVCache,
         new: views.NewTokens | None,
         norm_rope: views.NormRope | None,
-        *anew: int,
+        *found: int,
         rotation: views.Rotation = views.NO_NORM_ROPE,
     ) -> "Arguments":
         """Return the kernel's arguments."""
@@ -376,5 +376,6 @@ class PortableRunner(KernelRunner):
         pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, *anew
+        found = (FOUND_NOW,) * len(found)  # to wait is never wrong, and Triton's binder is asked for one number alone
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, *found
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)

@@ -89,6 +89,10 @@ class Scheduler:
         self.found = wanted
         return True
 
+    def forget(self) -> None:
+        """Let the schedule be found again, in the memory where it is."""
+        self.found = self.found[:2]
+
 
 def lengths_of(batch: Batch) -> tuple[torch.Tensor | None, ...]:
     """Return the fields of `Lengths`."""
@@ -101,4 +105,12 @@ def scheduler_of(launch: Scheduled, batch: Batch) -> Scheduler:
     found = SCHEDULERS.get(key)
     if found is None:
         found = SCHEDULERS[key] = Scheduler(launch, batch)
+    found.forget()  # for a new plan, as a kernel may have written to the lengths, which PyTorch does not count
     return found
+
+
+def forget_schedules(batch: Batch) -> None:
+    """Let all schedules for a batch's lengths be found again, each before the next launch that reads it."""
+    for scheduler in list(SCHEDULERS.values()):
+        if scheduler.lengths.seq_lens is batch.seq_lens:
+            scheduler.forget()

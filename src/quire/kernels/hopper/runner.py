@@ -96,7 +96,7 @@ class HopperRunner:
         if second_box:
             loaded = *loaded, *pages
         facts = cache.kind, q.stride()
-        if self.decode is not None:  # which runs beside this launch, and so finds no schedule between both
+        if self.decode is not None:  # which runs at the same time as this launch, and so finds no schedule between both
             self.decode.prepare(cache)
         self.attend(grid, tensors, facts, partial(self.arguments, q, cache, matrices), loaded)
         if self.split_out is not None:

@@ -221,7 +221,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["is_found_anew", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
@@ -232,7 +232,7 @@ def mla_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
-    is_found_anew,  # whether the launch before this one finds the schedule, as a number
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.LatentLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -254,7 +254,7 @@ def mla_kernel(
     COMBINE_ROOM: tl.constexpr,  # of Partial
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
-        if is_found_anew:  # by the launch before this one, for which `load_part` has to wait
+        if is_found_now:  # by the launch before this one, for which `load_part` has to wait
             gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(

@@ -14,7 +14,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import constexprs_of
-from quire.kernels.portable import KernelRunner
+from quire.kernels.portable import FOUND_NOW, KernelRunner
 from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
@@ -162,8 +162,8 @@ class MLARunner(KernelRunner):
             self.set_grid(q_nope.shape[0])
         if self.grid[0] == 0:
             return
-        anew = self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, *anew
+        found = self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, *found
         self.kernel(self.grid, tensors, None, self.arguments)
 
     def arguments(
@@ -176,7 +176,7 @@ class MLARunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         cache: PagedKVCache,
-        is_found_anew: int,
+        is_found_now: int,
     ) -> "Arguments":
         """Return the kernel's arguments."""
         from quire.kernels import mods, views
@@ -212,7 +212,8 @@ class MLARunner(KernelRunner):
             0 if lse is None else lse.stride(0),
         )
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, is_found_anew
+        is_found_now = FOUND_NOW  # to wait is never wrong, and Triton's binder is asked for one number alone
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, is_found_now
         return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 

@@ -50,7 +50,7 @@ from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups
 
 
 @triton.jit(
-    do_not_specialize=["is_found_anew", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -62,7 +62,7 @@ def split_kv_kernel(
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
     norm_rope,  # views.NormRope, or None
-    is_found_anew,  # whether the launch before this one finds the schedule, as a number
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
@@ -90,7 +90,7 @@ def split_kv_kernel(
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
-        if is_found_anew:  # by the launch before this one, for which `load_part` has to wait
+        if is_found_now:  # by the launch before this one, for which `load_part` has to wait
             gdc_wait()
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     # With packed fp8, fewer programs of an SM would have registers for these sums.
@@ -234,6 +234,8 @@ def split_kv_kernel(
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
                     split_l += poison
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        part = load_part(scratch.parts, partition)  # read again, and so in no register while tiles are loaded
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if PDL:
             if ends_early:
                 gdc_launch_dependents()
@@ -251,8 +253,6 @@ def split_kv_kernel(
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
                 store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
         seq, block, sequence, known = next_seq, next_block, following, following
-        if more:  # read again, and so in no register while tiles are loaded
-            part = load_part(scratch.parts, partition)
     if PDL and MAX_DECODE_QUERIES > 0:
         # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
         # that later kernels see both results.
