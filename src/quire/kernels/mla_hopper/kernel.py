@@ -31,11 +31,11 @@ from quire.kernels.scheduler import Lengths
 
 
 @gluon.jit(
-    do_not_specialize=["is_found_anew", "num_tokens", "num_partitions", "stride_table", "stride_lse", "table_width"]
+    do_not_specialize=["is_found_now", "num_tokens", "num_partitions", "stride_table", "stride_lse", "table_width"]
 )
 def mla_hopper_kernel(
     out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr,
-    is_found_anew,  # whether the launch before this one finds the schedule, as a number
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     num_tokens,
     kv_desc, rope_desc, page_table, seq_lens, cu_seqlens_q, query_offsets, parts_ptr, acc_ptr, m_ptr, l_ptr,
     scale, causal, num_partitions, stride_table, table_width, page_rows,
@@ -52,7 +52,7 @@ def mla_hopper_kernel(
     row_block, index = gl.program_id(0), gl.program_id(1)
     if COLUMNS < ROWS:  # a sequence has one
         row_block = index * 0
-    if is_found_anew:  # by the launch before this one, for which `load_mla_part` has to wait
+    if is_found_now:  # by the launch before this one, for which `load_mla_part` has to wait
         gdc_wait()
     part = load_mla_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:

@@ -13,7 +13,7 @@ from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
-from quire.kernels.portable import FOUND_ANEW
+from quire.kernels.portable import FOUND_NOW
 from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
@@ -75,7 +75,7 @@ class MLAHopperRunner:
             self.placed = self.scheduler.tensors
             self.attend.compiled.clear()  # whose arguments have the former place
             self.combine.compiled.clear()
-        numbers = FOUND_ANEW if is_new else 0, q_nope.shape[0]
+        numbers = FOUND_NOW if is_new else 0, q_nope.shape[0]
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k, *numbers
         arguments = partial(self.arguments, cache, matrix, widths)
         self.attend(self.grid, tensors, cache.kind, arguments, [(cache.k.data_ptr(), matrix)] * len(widths))
@@ -84,7 +84,9 @@ class MLAHopperRunner:
 
     def arguments(self, cache: PagedKVCache, matrix: Matrix, widths: tuple[int, ...], *tensors: Any) -> Arguments:
         """Return the arguments of the kernel that attends, of which `tensors` are the first."""
-        out, lse, q_nope, q_pe, *_ = tensors
+        out, lse, q_nope, q_pe, *latents, _, num_tokens = tensors
+        # To wait is never wrong, and Triton's binder is asked for one number alone.
+        tensors = out, lse, q_nope, q_pe, *latents, FOUND_NOW, num_tokens
         spec, box = self.decided.request.spec, min(TILE, page_box(cache))
         descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
         absent = (None,) * (2 - len(widths))
