@@ -146,7 +146,7 @@ def set_unseen(tensor: torch.Tensor, values: Any) -> None:
 def assert_right_or_nan(p: Any, plan: Any, seed: int) -> tuple[int, int]:
     """Attend with a stale schedule and with a new one. Return how many rows of the first are NaN, and how many right.
 
-    Rows that nobody writes keep what memory had.
+    Rows that are not written keep what memory had, which is not right.
     """
     held = quire.State(torch.full((len(p.q), p.spec.num_q_heads, 512), UNWRITTEN, dtype=p.spec.dtype),
                        torch.full((len(p.q), p.spec.num_q_heads), UNWRITTEN))  # fmt: skip
