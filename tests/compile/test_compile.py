@@ -66,6 +66,7 @@ ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_LATENTS = 32  # portable, for sm90: 3.7.1 and 3.9.0, outside of the loop over tiles; else 0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
+ON_THE_STACK_OF_FEW_FP8_ROWS = 16  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
@@ -109,7 +110,7 @@ def of_tritons_in_use(test: Callable) -> Callable:
 
 def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
     """Return the kernels but those that find a schedule, which have one warp, no tiles and nothing on the stack."""
-    schedules = [kernel for kernel in compiled if kernel.kernel == "schedule_kernel"]
+    schedules = [kernel for kernel in compiled if kernel.kernel.endswith("schedule_kernel")]
     assert all((kernel.num_warps, kernel.spills, kernel.shared) == (1, 0, 0) for kernel in schedules), schedules
     return [kernel for kernel in compiled if kernel not in schedules]
 
@@ -844,7 +845,7 @@ def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_
     with compiling(TARGETS["sm90"]):
         plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=4096)
         quire.attention(torch.empty(8, num_q_heads, 576, dtype=torch.bfloat16), cache, plan)
-    assert [name for name, _, _ in first_stages] == ["mla_hopper_kernel", "mla_combine_kernel"]
+    assert [name for name, _, _ in first_stages] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -985,9 +986,10 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
     launch = Launch(spec, 8, 1, 4096, 8)
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper"
-    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
+    assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
     many = ON_THE_STACK_OF_CONVERTERS if kv_dtype else ON_THE_STACK["mla_hopper_kernel"]
-    limit = {16: 0, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 72}.get(num_q_heads, many)
+    few = ON_THE_STACK_OF_FEW_FP8_ROWS if kv_dtype else 0
+    limit = {16: few, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 80}.get(num_q_heads, many)
     on_the_stack = {"mla_hopper_kernel": limit}
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 
@@ -1003,7 +1005,7 @@ def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
     )
     plan, compiled = Launch(spec, 8, 1, 4096, 8).compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == (num_q_heads == 128)
-    assert [c.kernel for c in compiled] == ["mla_hopper_kernel", "mla_combine_kernel"]
-    kernel = compiled[0]
-    assert kernel.spills <= (ON_THE_STACK_OF_PRODUCTS if num_q_heads == 128 else 0), kernel
+    assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
+    kernel = compiled[1]
+    assert kernel.spills <= (ON_THE_STACK_OF_PRODUCTS if num_q_heads == 128 else ON_THE_STACK_OF_FEW_FP8_ROWS), kernel
     assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
