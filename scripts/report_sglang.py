@@ -138,7 +138,7 @@ def tokens(rows: list[dict]) -> list[str]:
         "",
         "Greedy tokens of a small Llama in bfloat16, of twelve prompts of 1 to 1,500 tokens together, some alone too.",
         "A margin is how far a token's logit is below the largest under eager float32: rounding gives small ones.",
-        "Where two logits are that close, backends may choose differently, and then the later tokens of that prompt differ too.",
+        "Where two logits are that close, backends may choose differently. The prompt's later tokens then differ too.",
         "",
         f"| backend | deterministic | alone as together | tokens that are {REFERENCE}'s | largest margin | mean "
         "| are float32's token |",
