@@ -56,11 +56,8 @@ def draw(report: dict) -> pyplot.Figure:
         decode = median(ratio for kind, ratio in found if kind == "decode")
         slower = sum(ratio < 1 for _, ratio in found)
         axis.axvline(mean, color="black", lw=2.5, zorder=2)
-        axis.set_title(
-            f"{mean:.2f}× as fast as {name}\n{len(found)} cases, Quire slower in {slower}; decode: median {decode:.2f}×",
-            fontsize=15,
-            loc="left",
-        )
+        about = f"{len(found)} cases, Quire slower in {slower}; decode: median {decode:.2f}×"
+        axis.set_title(f"{mean:.2f}× as fast as {name}\n{about}", fontsize=15, loc="left")
         axis.set(xscale="log", ylim=(len(COLOURS) - 0.5, -0.5), yticks=[])
         axis.grid(axis="x", alpha=0.3)
         axis.minorticks_off()
