@@ -104,15 +104,43 @@ def test_the_environment_names_exported_kernels_that_an_early_warm_up_loads_sm90
     assert before == {path: path.stat().st_mtime_ns for path in empty_cache.glob("*/*")}  # not once more
 
 
+@pytest.mark.hopper
+def test_engines_need_the_kernels_of_an_export_with_their_page_size_sm90(monkeypatch):
+    """Neither the layout of pages nor their number decides what is compiled."""
+    needed: dict[str, set] = {}
+
+    def note(self, key, signature, device, constexprs, options, attrs, warmup):
+        named = {place: getattr(value, "__name__", value) for place, value in constexprs.items()}
+        needed.setdefault(device, set()).add((self.__name__, *map(str, (signature, named, options, attrs))))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(JITFunction, "_do_compile", note)
+    five, rows = torch.empty(50, 2, 16, 2, 64), torch.empty(50, 16, 2, 128).transpose(1, 2)  # of vLLM
+    pool = torch.empty(2, 1001, 2, 64).unflatten(1, (-1, 1))  # of SGLang
+    caches = {
+        "16": (*torch.empty(2, 4, 16, 2, 64), "NHD"),
+        "16, vLLM 0.20": (five[:, 0], five[:, 1], "NHD"),
+        "16, vLLM 0.33": (*rows.chunk(2, -1), "HND"),
+        "1": (*torch.empty(2, 4, 1, 2, 64), "NHD"),
+        "1, SGLang": (*pool, "NHD"),
+    }
+    for name, (k, v, layout) in caches.items():
+        with compiling("sm90", f"pages of {name}"):
+            quire.warmup(SPEC, quire.PagedKVCache(k.half(), v.half(), layout), **LIMITS | {"max_num_tokens": 70})
+    for name in caches:
+        assert needed[f"pages of {name}"] == needed[f"pages of {name.split(',')[0]}"]
+    assert needed["pages of 1"] != needed["pages of 16"]
+
+
 def change(folder: Path, here: Path, what: str) -> None:
     """Make an export unfit."""
     manifest = json.loads((here / "manifest.json").read_text())
     first = next(iter(manifest["files"]))
     if what == "a file":
-        code = (here / f"{first}.xz").read_bytes()
-        (here / f"{first}.xz").write_bytes(code[:-1] + bytes([code[-1] ^ 1]))
+        code = (here / f"{first}.gz").read_bytes()
+        (here / f"{first}.gz").write_bytes(code[:-1] + bytes([code[-1] ^ 1]))
     elif what == "a file that is not there":
-        (here / f"{first}.xz").unlink()
+        (here / f"{first}.gz").unlink()
     elif what in ("triton-3.5.0-sm90", f"triton-{triton.__version__}-sm80"):
         here.rename(folder / what)
     elif what == "no export":

@@ -8,15 +8,16 @@ To load them is to put them into Triton's cache. Triton finds a kernel there by 
 so it never takes another one. A library has Python's ABI in its name, and is left out where that differs.
 """
 
+import gzip
 import hashlib
 import json
-import lzma
 import os
 import re
 import shutil
 import sysconfig
 import tempfile
 import warnings
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from quire.version import __version__
 
 VARIABLE = "QUIRE_KERNELS"  # names the folder that a warm-up loads
 MANIFEST = "manifest.json"
-UNFIT = OSError, ValueError, lzma.LZMAError  # what `load_for` raises
+UNFIT = OSError, ValueError, EOFError, zlib.error  # what `load_for` raises
 KEPT = ".cubin", ".hsaco", ".json", ".so"
 PLACE = re.compile(r"[A-Z2-7]+/\w[\w.-]*")  # of a file in Triton's cache
 EXPORT = "export the kernels with `quire warmup --export`, with the server's Triton and its environment"
@@ -74,10 +75,10 @@ def load_for(folder: Path, target: Any) -> dict[str, Any]:
         is_foreign = name.endswith(".so") and not name.endswith(str(sysconfig.get_config_var("EXT_SUFFIX")))
         if is_foreign or is_cached(key, name):
             continue
-        packed = (here / f"{place}.xz").read_bytes()
+        packed = (here / f"{place}.gz").read_bytes()
         if hashlib.sha256(packed).hexdigest() != digest:
-            raise ValueError(f"{here / place}.xz must have the hash in {MANIFEST}, got another file; {EXPORT}")
-        new.setdefault(key, {})[name] = lzma.decompress(packed)
+            raise ValueError(f"{here / place}.gz must have the hash in {MANIFEST}, got another file; {EXPORT}")
+        new.setdefault(key, {})[name] = gzip.decompress(packed)
     for key, files in new.items():
         put_into_cache(key, files)
     return manifest
@@ -112,10 +113,10 @@ def write(folder: Path, target: Any, made_for: list[str]) -> tuple[Path, int, in
         for path in sorted(cache_folder().glob("*/*")):
             place = path.relative_to(cache_folder()).as_posix()
             if path.suffix in KEPT and not path.name.startswith("__grp__"):
-                packed = lzma.compress(path.read_bytes())
+                packed = gzip.compress(path.read_bytes(), mtime=0)
                 files[place] = hashlib.sha256(packed).hexdigest()
                 (made / place).parent.mkdir(exist_ok=True)
-                (made / f"{place}.xz").write_bytes(packed)
+                (made / f"{place}.gz").write_bytes(packed)
         manifest = facts(target) | {"made for": made_for, "files": files}
         (made / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
