@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,18 +116,19 @@ def test_engines_need_the_kernels_of_an_export_with_their_page_size_sm90(monkeyp
         return SimpleNamespace()
 
     monkeypatch.setattr(JITFunction, "_do_compile", note)
-    five, rows = torch.empty(50, 2, 16, 2, 64), torch.empty(50, 16, 2, 128).transpose(1, 2)  # of vLLM
-    pool = torch.empty(2, 1001, 2, 64).unflatten(1, (-1, 1))  # of SGLang
+    empty = partial(torch.empty, dtype=torch.float16)
+    five, rows = empty(50, 2, 16, 2, 64), empty(50, 16, 2, 128).transpose(1, 2)  # of vLLM
+    pool = empty(2, 1001, 2, 64).unflatten(1, (-1, 1))  # of SGLang
     caches = {
-        "16": (*torch.empty(2, 4, 16, 2, 64), "NHD"),
+        "16": (*empty(2, 4, 16, 2, 64), "NHD"),
         "16, vLLM 0.20": (five[:, 0], five[:, 1], "NHD"),
         "16, vLLM 0.33": (*rows.chunk(2, -1), "HND"),
-        "1": (*torch.empty(2, 4, 1, 2, 64), "NHD"),
+        "1": (*empty(2, 4, 1, 2, 64), "NHD"),
         "1, SGLang": (*pool, "NHD"),
     }
     for name, (k, v, layout) in caches.items():
         with compiling("sm90", f"pages of {name}"):
-            quire.warmup(SPEC, quire.PagedKVCache(k.half(), v.half(), layout), **LIMITS | {"max_num_tokens": 70})
+            quire.warmup(SPEC, quire.PagedKVCache(k, v, layout), **LIMITS | {"max_num_tokens": 70})
     for name in caches:
         assert needed[f"pages of {name}"] == needed[f"pages of {name.split(',')[0]}"]
     assert needed["pages of 1"] != needed["pages of 16"]
