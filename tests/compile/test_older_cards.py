@@ -92,13 +92,6 @@ def test_a_target_is_compiled_for_itself_whatever_the_variable_says(monkeypatch)
     assert os.environ[device.OVERRIDE] == triton.knobs.runtime.override_arch == "sm89"
 
 
-def test_the_same_kernel_has_another_key_in_triton_s_cache():
-    """Its options say for which card it was lowered, so a process finds none of another one's."""
-    with internals.lowering_for(TARGETS["sm86"].gpu):
-        lowered = internals.make_backend(HOST.gpu).parse_options({})
-    assert lowered.hash() != internals.backend_options(HOST.gpu, {}).hash()
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Let a function say that there is a GPU of a target, of which the driver is asked."""

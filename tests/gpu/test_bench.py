@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.cli import main
-from quire.dispatch.device import OLDER_CARDS, OVERRIDE, device_properties
+from quire.dispatch.device import OVERRIDE, device_properties
 from quire.targets import Launch, compile_all, current_target, this_gpu
 from quire_tools.bench.case import Case
 from quire_tools.bench.ceilings import measure_ceilings
@@ -67,9 +67,10 @@ def test_latents_and_what_is_expanded_from_them_are_timed(case):
 
 def test_an_older_card_whose_code_runs_here_is_named_by_the_checks_and_the_report(tmp_path):
     """The variable decides at the first compilation of a process, so each command has a process of its own."""
-    if "sm86" not in cards_that_run_here():
-        pytest.skip("this GPU does not run the code of an sm86 card")
-    title = f"sm86 code on an {torch.cuda.get_device_name()}"
+    try:
+        title = this_gpu().running("sm86").name
+    except ValueError as error:
+        pytest.skip(str(error))
     assert title in command("check", "--as", "sm86", "--dtype", "bfloat16", "--grid", "3")
     wanted = "--only", "decode 1x4096", "--seconds", "0.05", "--output", str(tmp_path)
     command("bench", "run", "--as", "sm86", *wanted)
@@ -77,16 +78,6 @@ def test_an_older_card_whose_code_runs_here_is_named_by_the_checks_and_the_repor
     assert report.provenance.title == title and "Hopper" in report.peers["cuDNN"]
     assert "Quire" in report.rows[0].times and "SDPA, not paged" in report.rows[0].times
     assert title in (tmp_path / "results.md").read_text()
-
-
-def cards_that_run_here():
-    """Return the older cards whose code this GPU runs."""
-    here = this_gpu()
-    return [
-        name
-        for name, most in OLDER_CARDS.items()
-        if here.gpu.backend == "cuda" and int(name[2:]) < here.gpu.arch and most <= here.shared_memory
-    ]
 
 
 def command(*arguments):
