@@ -114,8 +114,8 @@ def assert_right(spec, lens, bounds=BOUNDS, **problem):
         assert verdict.passed, (plan, verdict)
         served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
         assert served == (problem.get("scales") != "token")
-    request = plan.launch.request
-    assert plan.launch.config.num_warpgroups == 2 or request.keys_seen <= 512 or request.rows_per_seq <= 64
+        request, warpgroups = plan.launch.request, plan.launch.config.num_warpgroups
+        assert warpgroups == 2 or not max_seq_len or request.keys_seen <= 512 or request.rows_per_seq <= 64
 
 
 @pytest.mark.parametrize(
@@ -258,16 +258,14 @@ def test_widths(head_dim, bound):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "bound"),
-    in_turn(
-        [
-            *((192, 128), (128, 192), (64, 256), (256, 64), (80, 32)),
-            *((24, 200), (192, 96), (128, 512), (264, 256), (128, 328)),
-        ]
-    ),
+    [
+        *((192, 128, bound) for bound in BOUNDS),
+        *in_turn([(128, 192), (80, 32), (256, 64), (24, 200), (192, 96), (128, 512), (264, 256), (128, 328)]),
+    ],
 )
 def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
-    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
-    assert_right(spec, MIXED, [bound], layout=layout, page_size=48)
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(spec, MIXED, [bound], layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -292,26 +290,23 @@ def test_scores_in_pieces(extra, page_size, large_tiles):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.parametrize("every", [True, False], ids=["every score mod", "bidirectional, float16"])
 @pytest.mark.parametrize(
-    *each_pair(
-        widths=[(192, 128), (88, 88), (192, 192), (40, 40), (224, 224)],
-        extra=[
-            {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-            {"causal": False, "dtype": torch.float16},
-        ],
-        bound=BOUNDS,
-    ),
-    ids=str,
+    ("widths", "bound"), in_turn([((192, 128),), ((88, 88),), ((192, 192),), ((40, 40),)]), ids=str
 )
-def test_features_of_other_widths(widths, extra, bound):
-    spec = quire.AttentionSpec(**LLAMA | {"head_dim": widths[0], "head_dim_v": widths[1]} | extra)
-    assert_right(spec, MIXED, [bound], layout="NHD" if spec.causal else "HND")
+def test_features_of_other_widths(widths, bound, every):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": widths[0], "head_dim_v": widths[1]})
+    if every:
+        spec = replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300)
+    else:
+        spec = replace(spec, causal=False, dtype=torch.float16, kv_dtype=torch.float16)
+    assert_right(spec, MIXED, [bound], layout="NHD" if every else "HND")
 
 
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "lens"),
-    [(192, 128, MIXED), (128, 128, ((200, 700), (300, 300))), (80, 80, MIXED)],
-    ids=["192, 128, mixed", "128, prompts", "80, mixed"],
+    [(192, 128, MIXED), (80, 80, ((200, 700), (300, 300)))],
+    ids=["192, 128, mixed", "80, prompts"],
 )
 def test_sections_of_heads(head_dim, head_dim_v, lens):
     spec = quire.AttentionSpec(num_q_heads=24, num_kv_heads=12, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -333,13 +328,11 @@ def test_both_numbers_of_warpgroups(head_dim):
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "bound"),
     in_turn(
-        [
-            *((1, 1), (2, 1), (3, 1), (6, 2), (7, 1), (8, 1), (10, 2)),
-            *((11, 1), (12, 1), (13, 1), (16, 1), (40, 1), (64, 2), (71, 1)),
-        ]
+        [(1, 1), (2, 1), (3, 1), (8, 1), (11, 1), (12, 1), (13, 1), (16, 1), (40, 1), (64, 2), (71, 1)],
     ),
 )
 def test_group_sizes(num_q_heads, num_kv_heads, bound):
+    """Groups of 5, 7, 9, 10 and 15 are those of `test_work_tiles_with_all_heads_of_a_group`."""
     assert_right(quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=64), MIXED, [bound])
 
 
@@ -363,41 +356,54 @@ def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
     assert_right(spec, ((9, 4000),), [None])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"sliding_window": 100},
+        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+    ],
+    ids=str,
+)
+def test_bands_of_gathered_rows(extra, bound, page_size):
+    """One kernel serves them all, for each page size."""
+    assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, [bound], page_size=page_size)
+
+
 @pytest.mark.parametrize(
     *each_pair(
         extra=[
-            {},
-            {"sliding_window": 100},
-            {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
             {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
             {"dtype": torch.float16},
+            {"sliding_window": 100},
             E4M3,
             {"kv_dtype": torch.int8, "sliding_window": 100},
         ],
         head_dim=[64, 128],
-        page_size=[1, 4],
         bound=BOUNDS,
     ),
     ids=str,
 )
-def test_features_of_gathered_rows(extra, head_dim, page_size, bound):
-    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, [bound], page_size=page_size)
+def test_features_of_gathered_rows(extra, head_dim, bound):
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, [bound], page_size=1)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "bound"),
-    in_turn([(16, 16), (24, 200), (80, 80), (192, 128), (256, 64), (88, 256), (192, 192)]),
+    in_turn([(16, 16), (80, 80), (24, 200), (192, 128), (256, 256), (88, 256), (256, 64), (192, 192)]),
 )
 def test_widths_of_gathered_rows(head_dim, head_dim_v, bound, layout):
-    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
-    assert_right(spec, MIXED, [bound], layout=layout, page_size=2)
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(spec, MIXED, [bound], layout=layout, page_size=1)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +435,7 @@ def test_quantised_caches(kv_dtype, head_dim, dtype, extra, cache, bound):
 )
 def test_products_in_fp8(extra):
     spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
-    for lens, page_size in (MIXED, 24), (((700, 5000), (3, 3)), 24), (MIXED, 1):
+    for lens, page_size in (MIXED, 16), (((700, 5000), (3, 3)), 16), (MIXED, 1):
         p, plan, state = solve(spec, lens, page_size=page_size)
         verdict = error_budget(p, state)
         assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
@@ -439,7 +445,7 @@ def test_products_in_fp8_are_only_where_they_are_allowed():
     states = []
     for allow_fp8 in (False, True):
         spec = quire.AttentionSpec(**LLAMA, **E4M3, allow_fp8=allow_fp8)
-        _, plan, state = solve(spec, MIXED, page_size=24)
+        _, plan, state = solve(spec, MIXED)
         assert plan.launch.config.fp8_mma == allow_fp8
         states.append(state)
     assert not torch.equal(states[0].out, states[1].out)
@@ -471,30 +477,37 @@ def test_a_sink_of_minus_infinity_is_no_key(lens, head_dim):
     assert verdict.passed, (plan, verdict)
 
 
+CHUNK = ((64, 16384),)
+OTHER_QUERIES = ((33, 3000), (70, 1100), (1, 9), (0, 50))
+OTHER_KEYS = ((64, 9000), (1, 7000), (20, 0), (0, 40))
+
+
 @pytest.mark.parametrize(
-    *each_pair(
-        extra=[
-            {},
-            {"sinks": True, "softcap": 20.0, "alibi": True},
-            {"sliding_window": 700},
-            {"causal": False},
-            {"head_dim": 64, "sinks": True},
-            {"dtype": torch.float16},
-            {"head_dim": 256},
-            {"head_dim": 192, "head_dim_v": 128},
-            {"head_dim": 80},
-            E4M3,
-            E4M3 | {"allow_fp8": True},
-            {"num_q_heads": 12},
-            {"head_dim": 512, "sinks": True},
-        ],
-        page_size=[16, 1],
-        lens=[
-            ((64, 16384),),
-            ((33, 3000), (70, 1100), (1, 9), (0, 50)),
-            ((64, 9000), (1, 7000), (20, 0), (0, 40)),
-        ],
-    ),
+    ("extra", "page_size", "lens"),
+    [
+        *(({}, page_size, lens) for page_size in (16, 1) for lens in (CHUNK, OTHER_QUERIES, OTHER_KEYS)),
+        ({"sinks": True, "softcap": 20.0, "alibi": True}, 16, OTHER_QUERIES),
+        ({"sinks": True, "softcap": 20.0, "alibi": True}, 1, CHUNK),
+        ({"sliding_window": 700}, 16, CHUNK),
+        ({"sliding_window": 700}, 1, OTHER_KEYS),
+        ({"causal": False}, 16, OTHER_KEYS),
+        ({"causal": False}, 1, CHUNK),
+        ({"head_dim": 64, "sinks": True}, 16, CHUNK),
+        ({"head_dim": 64, "sinks": True}, 1, CHUNK),
+        ({"dtype": torch.float16}, 16, OTHER_KEYS),
+        ({"head_dim": 256}, 16, OTHER_QUERIES),
+        ({"head_dim": 256}, 1, OTHER_KEYS),
+        ({"head_dim": 192, "head_dim_v": 128}, 16, CHUNK),
+        ({"head_dim": 192, "head_dim_v": 128}, 1, OTHER_QUERIES),
+        ({"head_dim": 80}, 1, CHUNK),
+        (E4M3, 16, CHUNK),
+        (E4M3, 1, OTHER_QUERIES),
+        (E4M3 | {"allow_fp8": True}, 16, OTHER_KEYS),
+        (E4M3 | {"allow_fp8": True}, 1, CHUNK),
+        ({"num_q_heads": 12}, 16, OTHER_QUERIES),
+        ({"head_dim": 512, "sinks": True}, 16, OTHER_KEYS),
+        ({"head_dim": 512, "sinks": True}, 1, CHUNK),
+    ],
     ids=str,
 )
 def test_splits(lens, extra, page_size):
@@ -504,7 +517,7 @@ def test_splits(lens, extra, page_size):
     """
     spec = quire.AttentionSpec(**LLAMA | extra)
     p = make_problem(spec, lens, device="cuda", page_size=page_size)
-    bounds = p.bounds | ({"num_tokens": None} if lens[0][0] == 33 else {})
+    bounds = p.bounds | ({"num_tokens": None} if lens is OTHER_QUERIES else {})
     plan = quire.plan(spec, p.batch, **bounds, kernel="hopper")
     assert plan.launch.num_splits > 1 and plan.launch.decode is None, plan
     first = None
@@ -644,9 +657,9 @@ def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 
 
-@pytest.mark.parametrize("page_size", [16, 1, 3])
-def test_a_flat_table(page_size):
-    assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True, page_size=page_size)
+@pytest.mark.parametrize(("page_size", "bound"), [(16, None), (16, LONG), (1, LONG), (3, None)])
+def test_a_flat_table(page_size, bound):
+    assert_right(quire.AttentionSpec(**LLAMA), MIXED, [bound], flat_table=True, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
@@ -712,26 +725,26 @@ def test_every_kind_of_interval(sight, head_dim):
 
 
 @pytest.mark.parametrize(
-    *each_pair(
-        extra=[
-            {"causal": False},
-            {"softcap": 20.0},
-            {"sinks": True},
-            {"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16},
-            {"head_dim": 192, "head_dim_v": 128},
-            {"head_dim": 80},
-            {"num_q_heads": 2},  # a work tile has one head, and row blocks of 64 or 128 queries
-            {"num_q_heads": 6},
-            {"num_q_heads": 10},
-            {"num_q_heads": 32},
-            E4M3,
-            E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True},
-            {"kv_dtype": torch.float8_e5m2, "head_dim": 64},
-            {"kv_dtype": torch.int8, "dtype": torch.float16},
-        ],
-        page_size=[24, 1],
-        bound=BOUNDS,
-    ),
+    ("extra", "page_size", "bound"),
+    [
+        ({"causal": False}, 16, None),
+        ({"softcap": 20.0}, 1, LONG),
+        ({"sinks": True}, 16, LONG),
+        ({"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16}, 1, None),
+        ({"head_dim": 192, "head_dim_v": 128}, 16, None),
+        ({"head_dim": 192, "head_dim_v": 128}, 1, LONG),
+        ({"head_dim": 80}, 16, LONG),
+        ({"head_dim": 80}, 1, None),
+        ({"num_q_heads": 2}, 16, None),  # a work tile has one head, and row blocks of 64 or 128 queries
+        ({"num_q_heads": 6}, 1, LONG),
+        ({"num_q_heads": 10}, 16, LONG),
+        ({"num_q_heads": 32}, 1, None),
+        (E4M3, 16, None),
+        (E4M3, 1, None),
+        (E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True}, 16, None),
+        ({"kv_dtype": torch.float8_e5m2, "head_dim": 64}, 1, None),
+        ({"kv_dtype": torch.int8, "dtype": torch.float16}, 16, None),
+    ],
     ids=str,
 )
 def test_features_with_intervals(extra, page_size, bound):
@@ -741,10 +754,14 @@ def test_features_with_intervals(extra, page_size, bound):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "bound"), in_turn((page_size,) for page_size in (1, 3, 4, 8, 16, 24, 128, 528))
+    ("page_size", "bound", "flat_table"),
+    [
+        *((1, LONG, False), (1, None, True), (3, None, False), (8, None, False), (16, LONG, False)),
+        *((16, None, True), (128, LONG, False), (528, LONG, False)),
+    ],
 )
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_pages_with_intervals(page_size, bound, layout):
+def test_pages_with_intervals(page_size, bound, flat_table, layout):
     for sight in ("chunks", "anywhere"):
         assert_right(
             quire.AttentionSpec(**LLAMA),
@@ -753,12 +770,12 @@ def test_pages_with_intervals(page_size, bound, layout):
             per_token=SIGHTS[sight],
             page_size=page_size,
             layout=layout,
-            flat_table=layout == "HND",
+            flat_table=flat_table,
         )
 
 
 @pytest.mark.parametrize("sight", ["images", "short chunks", "anywhere"])
-@pytest.mark.parametrize("page_size", [24, 1])
+@pytest.mark.parametrize("page_size", [16, 1])
 def test_products_in_fp8_with_intervals(page_size, sight):
     spec = quire.AttentionSpec(**LLAMA, **E4M3, allow_fp8=True)
     p, plan, state = solve(spec, MIXED, page_size=page_size, per_token=SIGHTS[sight])
@@ -781,13 +798,16 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(bound, extra):
     assert verdict.passed, (plan, verdict)
 
 
+@pytest.mark.parametrize("window", [None, 600])  # a shorter window has tiles of its own, as short contexts have
 @pytest.mark.parametrize(
-    *each_pair(
-        extra=[{}, {"head_dim": 256}, E4M3, E4M3 | {"allow_fp8": True}],
-        page_size=[16, 1],
-        window=[None, 600],  # a shorter window has tiles of its own, as short contexts have
-        bound=BOUNDS,
-    ),
+    ("extra", "page_size", "bound"),
+    [
+        ({}, 16, None),
+        ({}, 1, LONG),
+        ({"head_dim": 256}, 16, LONG),
+        (E4M3, 16, None),
+        (E4M3 | {"allow_fp8": True}, 1, None),
+    ],
     ids=str,
 )
 def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size, window, bound):
@@ -990,7 +1010,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(30))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(20))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     bound = draw.choice(BOUNDS)
@@ -1027,20 +1047,16 @@ def test_more_sequences_than_are_looked_at_at_once():
 
 INVARIANT = [
     ({}, 16),
-    ({}, 1),
-    ({"num_q_heads": 28, "num_kv_heads": 4, "sliding_window": 700}, 16),
-    ({"head_dim": 64, "dtype": torch.float16, "alibi": True}, 1),
-    ({"head_dim": 80, "softcap": 20.0, "sinks": True}, 16),
-    ({"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128}, 1),
+    ({"num_q_heads": 28, "num_kv_heads": 4, "sliding_window": 700}, 1),
+    ({"head_dim": 64, "dtype": torch.float16, "alibi": True}, 16),
+    ({"head_dim": 80, "softcap": 20.0, "sinks": True}, 1),
+    ({"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128}, 16),
     ({"num_q_heads": 16, "num_kv_heads": 1}, 16),
     ({"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True}, 1),
-    ({"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, 16),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0}, 1),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 512, "head_dim_v": 256, "sliding_window": 700}, 1),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "head_dim_v": 512}, 16),
-    ({"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224, "sinks": True}, 16),
-    ({"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 144, "softcap": 20.0}, 1),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320}, 16),
+    ({"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224}, 16),
+    ({"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, 1),
+    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0}, 16),
+    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320, "sliding_window": 700}, 1),
 ]
 
 
