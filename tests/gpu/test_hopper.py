@@ -30,6 +30,7 @@ MIXED = (
 )
 
 
+FEW = ((700, 5000), (3, 3))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 LONG, MANY_QUERIES = 20000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
 BOUNDS = (None, LONG)  # those of the batch, by which programs have one consumer warpgroup on short contexts
@@ -134,21 +135,21 @@ def test_prompts_of_equal_lengths(extra):
 ELEMENTS = [{"head_dim": 64}, {}, {"head_dim": 256}, {"dtype": torch.float16}]
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("element", ELEMENTS, ids=str)
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"sliding_window": 100},
-        {"sliding_window": 1},
-        {"causal": False},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-    ],
+    *each_pair(
+        element=ELEMENTS,
+        extra=[
+            {},
+            {"sliding_window": 100},
+            {"sliding_window": 1},
+            {"causal": False},
+            {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+        ],
+        bound=BOUNDS,
+    ),
     ids=str,
 )
 def test_bands(extra, element, bound):
-    """One kernel serves them all."""
     assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
 
 
@@ -243,7 +244,7 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))
 
 
-WIDTHS = (16, 24, 40, 48, 64), (72, 96, 120, 128), (136, 160, 184, 192), (200, 208, 240, 256), (384, 512)
+WIDTHS = (16, 24, 40, 64), (72, 96, 120, 128), (136, 160, 184, 192), (200, 240, 256), (384, 512)
 
 
 @pytest.mark.parametrize(("head_dim", "bound"), in_turn((width,) for widths in WIDTHS for width in widths))
@@ -255,12 +256,18 @@ def test_widths(head_dim, bound):
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, [bound])
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "bound"),
+    ("head_dim", "head_dim_v", "bound", "layout"),
     [
-        *((192, 128, bound) for bound in BOUNDS),
-        *in_turn([(128, 192), (80, 32), (256, 64), (24, 200), (192, 96), (128, 512), (264, 256), (128, 328)]),
+        *((192, 128, bound, layout) for bound in BOUNDS for layout in ("NHD", "HND")),
+        (128, 192, None, "NHD"),
+        (80, 32, LONG, "HND"),
+        (256, 64, None, "HND"),
+        (24, 200, LONG, "NHD"),
+        (192, 96, None, "HND"),
+        (128, 512, LONG, "NHD"),
+        (264, 256, None, "HND"),
+        (128, 328, LONG, "HND"),
     ],
 )
 def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
@@ -283,7 +290,7 @@ def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
 def test_scores_in_pieces(extra, page_size, large_tiles):
     """Tiles have 96 keys, in ragged batches too, which may be cut or split."""
     spec = quire.AttentionSpec(**LLAMA | extra)
-    assert_right(spec, MIXED, page_size=page_size, layout="HND" if page_size == 48 else "NHD")
+    assert_right(spec, MIXED, [LONG], page_size=page_size, layout="HND" if page_size == 48 else "NHD")
     p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
     assert plan.launch.config_of(p.cache).block_n == 96
     verdict = error_budget(p, state)
@@ -349,14 +356,15 @@ def test_group_sizes(num_q_heads, num_kv_heads, bound):
     ids=str,
 )
 def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
-    """Of ragged batches and of few queries. Some rows of such a work tile have no query."""
+    """Of equal and ragged batches, and of few queries. Some rows of such a work tile have no query."""
     spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 2 * group_size} | extra)
     assert_right(spec, ((24, 500), (24, 24), (24, 1500)), [None])
     assert_right(spec, ((1, 300), (40, 900), (17, 17), (130, 600)), [LONG])
-    assert_right(spec, ((9, 4000),), [None])
+    if group_size in (3, 9):
+        assert_right(spec, ((9, 4000),), [None])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
+@pytest.mark.parametrize("page_size", [1, 2, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
@@ -423,22 +431,23 @@ def test_quantised_caches(kv_dtype, head_dim, dtype, extra, cache, bound):
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "lens", "page_size"),
     [
-        {},
-        {"sliding_window": 100},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-        {"dtype": torch.float16, "num_q_heads": 14},
+        *(({}, lens, page_size) for lens in (MIXED, FEW) for page_size in (16, 1)),
+        ({"sliding_window": 100}, MIXED, 16),
+        ({"causal": False, "sliding_window": 77, "sliding_window_right": 30}, MIXED, 1),
+        ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, MIXED, 16),
+        ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, FEW, 1),
+        ({"dtype": torch.float16, "num_q_heads": 14}, FEW, 16),
+        ({"dtype": torch.float16, "num_q_heads": 14}, MIXED, 1),
     ],
-    ids=str,
+    ids=lambda value: "mixed" if value is MIXED else str(value),
 )
-def test_products_in_fp8(extra):
-    spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
-    for lens, page_size in (MIXED, 16), (((700, 5000), (3, 3)), 16), (MIXED, 1):
-        p, plan, state = solve(spec, lens, page_size=page_size)
-        verdict = error_budget(p, state)
-        assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
+def test_products_in_fp8(extra, lens, page_size):
+    spec = quire.AttentionSpec(**LLAMA | E4M3 | {"allow_fp8": True} | extra)
+    p, plan, state = solve(spec, lens, page_size=page_size)
+    verdict = error_budget(p, state)
+    assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
 
 
 def test_products_in_fp8_are_only_where_they_are_allowed():
@@ -465,8 +474,14 @@ def test_sums_of_products_in_fp8_are_float32():
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("lens", [((40, 16000),), MIXED, ((200, 130), (70, 0), (0, 90)), ((33, 90000), (40, 900))])
+@pytest.mark.parametrize(
+    ("head_dim", "lens"),
+    [
+        *((128, lens) for lens in (((40, 16000),), MIXED, ((200, 130), (70, 0), (0, 90)), ((33, 90000), (40, 900)))),
+        *((64, lens) for lens in (((40, 16000),), MIXED)),
+        *((256, lens) for lens in (((200, 130), (70, 0), (0, 90)), MIXED)),
+    ],
+)
 def test_a_sink_of_minus_infinity_is_no_key(lens, head_dim):
     """Keys are split, whole, or cut. Rows see no key in one of the parts, or none at all."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "sinks": True})
@@ -657,7 +672,7 @@ def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 
 
-@pytest.mark.parametrize(("page_size", "bound"), [(16, None), (16, LONG), (1, LONG), (3, None)])
+@pytest.mark.parametrize(("page_size", "bound"), [(16, None), (1, LONG), (3, None)])
 def test_a_flat_table(page_size, bound):
     assert_right(quire.AttentionSpec(**LLAMA), MIXED, [bound], flat_table=True, page_size=page_size)
 
@@ -812,8 +827,8 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(bound, extra):
 )
 def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size, window, bound):
     """Its tiles, their order and its arithmetic are those of the band, where no keys are cut."""
-    lens = ((300, 900), (129, 1500), (0, 50), (33, 33), (31, 129), (200, 1400))
-    spec = quire.AttentionSpec(**MANY | extra, sliding_window=window)
+    lens = ((300, 900), (129, 1500), (0, 50), (33, 33), (31, 129), (200, 1400)) * 4
+    spec = quire.AttentionSpec(**LLAMA | extra, sliding_window=window)
     p, plan, band = solve(spec, lens, bound, page_size=page_size)
     n = p.q.shape[0]
     seen = intervals.causal(plan.batch, n) if window is None else intervals.sliding_window(plan.batch, n, window)
@@ -1010,7 +1025,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(20))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(18))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     bound = draw.choice(BOUNDS)
@@ -1088,7 +1103,6 @@ def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, pa
     ("extra", "kv_dtype"),
     [
         ({}, torch.float8_e4m3fn),
-        ({}, torch.float8_e5m2),
         ({"head_dim": 64, "sinks": True}, torch.float8_e5m2),
         ({"num_q_heads": 16, "head_dim": 256}, torch.float8_e4m3fn),
         ({"num_q_heads": 28, "softcap": 20.0}, torch.float8_e4m3fn),
