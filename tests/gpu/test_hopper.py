@@ -153,18 +153,17 @@ def test_bands(extra, element, bound):
     assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
 
 
+SCORES = [
+    {"softcap": 20.0},
+    {"alibi": True},
+    {"sinks": True},
+    {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
+]
+IN_FLOAT16 = [(ELEMENTS[3], SCORES[0], None), (ELEMENTS[3], SCORES[3], LONG)]
+
+
 @pytest.mark.parametrize(
-    *each_pair(
-        element=ELEMENTS,
-        extra=[
-            {"softcap": 20.0},
-            {"alibi": True},
-            {"sinks": True},
-            {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-        ],
-        bound=BOUNDS,
-    ),
-    ids=str,
+    ("element", "extra", "bound"), [*each_pair(a=ELEMENTS[:3], b=SCORES, c=BOUNDS)[1], *IN_FLOAT16], ids=str
 )
 def test_features(extra, element, bound):
     assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
@@ -188,7 +187,15 @@ def test_scores_that_grow_from_tile_to_tile(head_dim, head_dim_v, falling):
 
 
 @pytest.mark.parametrize(
-    *each_pair(head_dim=[64, 128, 160, 256], page_size=[1, 64], dtype=[torch.bfloat16, torch.float16])
+    ("head_dim", "page_size", "dtype"),
+    [
+        (64, 1, torch.bfloat16),
+        (64, 64, torch.float16),
+        (128, 64, torch.bfloat16),
+        (128, 1, torch.float16),
+        (160, 64, torch.bfloat16),
+        (256, 1, torch.bfloat16),
+    ],
 )
 def test_capped_scores_small_and_large(head_dim, page_size, dtype):
     """Bits of a row do not depend on the other rows of its warp, which may have scores beyond the polynomial's."""
@@ -264,7 +271,6 @@ def test_widths(head_dim, bound):
         (80, 32, LONG, "HND"),
         (256, 64, None, "HND"),
         (24, 200, LONG, "NHD"),
-        (192, 96, None, "HND"),
         (128, 512, LONG, "NHD"),
         (264, 256, None, "HND"),
         (128, 328, LONG, "HND"),
@@ -290,18 +296,22 @@ def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
 def test_scores_in_pieces(extra, page_size, large_tiles):
     """Tiles have 96 keys, in ragged batches too, which may be cut or split."""
     spec = quire.AttentionSpec(**LLAMA | extra)
-    assert_right(spec, MIXED, [LONG], page_size=page_size, layout="HND" if page_size == 48 else "NHD")
+    if page_size in (16, 48, 192):
+        assert_right(spec, MIXED, [LONG], page_size=page_size, layout="HND" if page_size == 48 else "NHD")
     p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
     assert plan.launch.config_of(p.cache).block_n == 96
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["every score mod", "bidirectional, float16"])
 @pytest.mark.parametrize(
-    ("widths", "bound"), in_turn([((192, 128),), ((88, 88),), ((192, 192),), ((40, 40),)]), ids=str
+    ("widths", "every", "bound"),
+    in_turn(
+        [((192, 128), True), ((192, 128), False), ((88, 88), True), ((40, 40), False), ((192, 192), True)],
+    ),
+    ids=str,
 )
-def test_features_of_other_widths(widths, bound, every):
+def test_features_of_other_widths(widths, every, bound):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": widths[0], "head_dim_v": widths[1]})
     if every:
         spec = replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300)
@@ -335,7 +345,7 @@ def test_both_numbers_of_warpgroups(head_dim):
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "bound"),
     in_turn(
-        [(1, 1), (2, 1), (3, 1), (8, 1), (11, 1), (12, 1), (13, 1), (16, 1), (40, 1), (64, 2), (71, 1)],
+        [(1, 1), (2, 1), (3, 1), (8, 1), (11, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)],
     ),
 )
 def test_group_sizes(num_q_heads, num_kv_heads, bound):
@@ -359,7 +369,8 @@ def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
     """Of equal and ragged batches, and of few queries. Some rows of such a work tile have no query."""
     spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 2 * group_size} | extra)
     assert_right(spec, ((24, 500), (24, 24), (24, 1500)), [None])
-    assert_right(spec, ((1, 300), (40, 900), (17, 17), (130, 600)), [LONG])
+    if group_size not in (5, 10):
+        assert_right(spec, ((1, 300), (40, 900), (17, 17), (130, 600)), [LONG])
     if group_size in (3, 9):
         assert_right(spec, ((9, 4000),), [None])
 
@@ -387,17 +398,18 @@ def test_bands_of_gathered_rows(extra, bound, page_size):
 
 
 @pytest.mark.parametrize(
-    *each_pair(
-        extra=[
-            {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-            {"dtype": torch.float16},
-            {"sliding_window": 100},
-            E4M3,
-            {"kv_dtype": torch.int8, "sliding_window": 100},
-        ],
-        head_dim=[64, 128],
-        bound=BOUNDS,
-    ),
+    ("extra", "head_dim", "bound"),
+    [
+        *(
+            ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, *rest)
+            for rest in ((64, LONG), (128, None))
+        ),
+        ({"sliding_window": 100}, 64, LONG),
+        ({"dtype": torch.float16}, 64, None),
+        (E4M3, 64, None),
+        (E4M3, 128, LONG),
+        ({"kv_dtype": torch.int8, "sliding_window": 100}, 128, None),
+    ],
     ids=str,
 )
 def test_features_of_gathered_rows(extra, head_dim, bound):
@@ -419,15 +431,18 @@ def test_widths_of_gathered_rows(head_dim, head_dim_v, bound, layout):
         kv_dtype=[torch.float8_e4m3fn, torch.float8_e5m2, torch.int8],
         head_dim=[64, 128],
         dtype=[torch.bfloat16, torch.float16],
-        extra=[{}, {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}],
-        cache=[{"scales": "tensor"}, {"scales": "head", "layout": "HND", "page_size": 24}],
+        plain=[True, False],
         bound=BOUNDS,
     ),
     ids=str,
 )
-def test_quantised_caches(kv_dtype, head_dim, dtype, extra, cache, bound):
-    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype} | extra)
-    assert_right(spec, MIXED, [bound], **cache)
+def test_quantised_caches(kv_dtype, head_dim, dtype, plain, bound):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype})
+    if plain:
+        assert_right(spec, MIXED, [bound], scales="tensor")
+    else:
+        spec = replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300)
+        assert_right(spec, MIXED, [bound], scales="head", layout="HND", page_size=24)
 
 
 @pytest.mark.parametrize(
@@ -437,8 +452,6 @@ def test_quantised_caches(kv_dtype, head_dim, dtype, extra, cache, bound):
         ({"sliding_window": 100}, MIXED, 16),
         ({"causal": False, "sliding_window": 77, "sliding_window_right": 30}, MIXED, 1),
         ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, MIXED, 16),
-        ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, FEW, 1),
-        ({"dtype": torch.float16, "num_q_heads": 14}, FEW, 16),
         ({"dtype": torch.float16, "num_q_heads": 14}, MIXED, 1),
     ],
     ids=lambda value: "mixed" if value is MIXED else str(value),
@@ -502,7 +515,6 @@ OTHER_KEYS = ((64, 9000), (1, 7000), (20, 0), (0, 40))
     [
         *(({}, page_size, lens) for page_size in (16, 1) for lens in (CHUNK, OTHER_QUERIES, OTHER_KEYS)),
         ({"sinks": True, "softcap": 20.0, "alibi": True}, 16, OTHER_QUERIES),
-        ({"sinks": True, "softcap": 20.0, "alibi": True}, 1, CHUNK),
         ({"sliding_window": 700}, 16, CHUNK),
         ({"sliding_window": 700}, 1, OTHER_KEYS),
         ({"causal": False}, 16, OTHER_KEYS),
@@ -511,9 +523,7 @@ OTHER_KEYS = ((64, 9000), (1, 7000), (20, 0), (0, 40))
         ({"head_dim": 64, "sinks": True}, 1, CHUNK),
         ({"dtype": torch.float16}, 16, OTHER_KEYS),
         ({"head_dim": 256}, 16, OTHER_QUERIES),
-        ({"head_dim": 256}, 1, OTHER_KEYS),
         ({"head_dim": 192, "head_dim_v": 128}, 16, CHUNK),
-        ({"head_dim": 192, "head_dim_v": 128}, 1, OTHER_QUERIES),
         ({"head_dim": 80}, 1, CHUNK),
         (E4M3, 16, CHUNK),
         (E4M3, 1, OTHER_QUERIES),
@@ -521,7 +531,6 @@ OTHER_KEYS = ((64, 9000), (1, 7000), (20, 0), (0, 40))
         (E4M3 | {"allow_fp8": True}, 1, CHUNK),
         ({"num_q_heads": 12}, 16, OTHER_QUERIES),
         ({"head_dim": 512, "sinks": True}, 16, OTHER_KEYS),
-        ({"head_dim": 512, "sinks": True}, 1, CHUNK),
     ],
     ids=str,
 )
@@ -638,19 +647,18 @@ def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
 
 
 @pytest.mark.parametrize(
-    *each_pair(
-        extra=[
-            {},
-            {"sinks": True, "softcap": 20.0},
-            {"head_dim": 64, "sliding_window": 500},
-            {"head_dim": 256},
-            {"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80},
-        ],
-        page_size=[16, 3],
-        decoding=[30, 150],
-    ),
+    ("extra", "page_size"),
+    [
+        ({}, 16),
+        ({}, 3),
+        ({"sinks": True, "softcap": 20.0}, 3),
+        ({"head_dim": 64, "sliding_window": 500}, 16),
+        ({"head_dim": 256}, 16),
+        ({"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80}, 3),
+    ],
     ids=str,
 )
+@pytest.mark.parametrize("decoding", [30, 150])
 def test_programs_take_work_tiles_of_mixed_batches_from_both_ends(extra, decoding, page_size):
     """There are more of them than programs. Runs have the same bits, and the counter is 0 after each."""
     spec = quire.AttentionSpec(**MANY | extra)
@@ -746,10 +754,8 @@ def test_every_kind_of_interval(sight, head_dim):
         ({"softcap": 20.0}, 1, LONG),
         ({"sinks": True}, 16, LONG),
         ({"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16}, 1, None),
-        ({"head_dim": 192, "head_dim_v": 128}, 16, None),
         ({"head_dim": 192, "head_dim_v": 128}, 1, LONG),
         ({"head_dim": 80}, 16, LONG),
-        ({"head_dim": 80}, 1, None),
         ({"num_q_heads": 2}, 16, None),  # a work tile has one head, and row blocks of 64 or 128 queries
         ({"num_q_heads": 6}, 1, LONG),
         ({"num_q_heads": 10}, 16, LONG),
@@ -864,8 +870,18 @@ def test_rows_that_see_nothing_are_zero(lens, extra):
 
 
 @pytest.mark.parametrize("sight", ["chunks", "images", "anywhere"])
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 64, "sinks": True}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
-@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        ({}, 16),
+        ({}, 1),
+        ({"head_dim": 64, "sinks": True}, 1),
+        (E4M3, 16),
+        (E4M3 | {"allow_fp8": True}, 16),
+        (E4M3 | {"allow_fp8": True}, 1),
+    ],
+    ids=str,
+)
 def test_splits_with_intervals(page_size, extra, sight):
     """Most splits of chunks are empty."""
 
@@ -1025,7 +1041,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(18))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(16))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     bound = draw.choice(BOUNDS)
@@ -1070,8 +1086,7 @@ INVARIANT = [
     ({"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True}, 1),
     ({"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224}, 16),
     ({"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, 1),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0}, 16),
-    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320, "sliding_window": 700}, 1),
+    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320, "softcap": 20.0}, 16),
 ]
 
 
@@ -1079,6 +1094,7 @@ INVARIANT = [
 def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, page_size):
     """Decode multiplies 16 rows by mma.sync, this kernel 64 by wgmma. Batch-invariant plans rely on equal bits."""
     spec = quire.AttentionSpec(**{**LLAMA, "dtype": torch.bfloat16, **extra})
+    whole_panels = spec.head_dim in (64, 128, 256)
     queries, length, others = 300, 2500, ((40, 900), (1, 1300))
     p = make_problem(spec, ((queries, length), *others), device="cuda", page_size=page_size)
     state, kernels = attend_to_last(p, ((queries, length), *others), kernel="hopper")
@@ -1087,7 +1103,7 @@ def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, pa
     assert verdict.passed, verdict
     whole = quire.State(state.out[:queries], state.lse[:queries])
     seen = {"hopper"}
-    for sizes in ((1, 299), (4, 16, 80, 200), (7, 36, 257)):
+    for sizes in ((1, 299), (4, 16, 80, 200), *([(7, 36, 257)] if whole_panels else [])):
         at, parts = length - queries, []
         for size in sizes:
             at += size
