@@ -130,7 +130,7 @@ test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
-# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs, but for that on GPUs.
+# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs.
 # Triton 3.6.0 also runs what `test-old-triton` leaves out.
 test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
@@ -223,7 +223,7 @@ check: $(VENV)/.ready
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src:tools/src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	PYTHONPATH=src:tools/src $(PY) -m pytest -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml

@@ -11,7 +11,8 @@ def each_pair(**axes: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, .
     Each case is, of all combinations, the first one of those with the most pairs that no case before it has.
     """
     pairs = {
-        case: set(combinations(enumerate(case), 2)) for case in product(*(range(len(values)) for values in axes.values()))
+        case: set(combinations(enumerate(case), 2))
+        for case in product(*(range(len(values)) for values in axes.values()))
     }
     missing = set().union(*pairs.values())
     cases = []

@@ -120,7 +120,7 @@ def test_queries_of_any_size_beside_fp8_latents(factor, spec):
     ("spec", "page_size"),
     [
         *((mla(), page_size) for page_size in (8, 16, 32, 48, 64, 128, 528)),
-        *((mla(kv_dtype=FP8), page_size) for page_size in (8, 48, 64, 528)),
+        *((mla(kv_dtype=FP8), page_size) for page_size in (8, 64, 528)),
         *((mla(128, **PRODUCTS), page_size) for page_size in (16, 64, 128)),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else f"{value.num_q_heads} heads, {value.kv_dtype}",
@@ -227,7 +227,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel == "mla"
 
 
-@pytest.mark.parametrize("seed", range(12))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(10))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     spec = mla(draw.randint(1, 130), causal=draw.choice([True, False]), kv_dtype=draw.choice([None, FP8]))
