@@ -6,7 +6,7 @@ from typing import Any
 
 
 def each_pair(**axes: Sequence[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Return names and cases for `pytest.mark.parametrize`: every pair of values of two axes occurs in one of the cases.
+    """Return names and cases for `pytest.mark.parametrize`: every pair of values of two axes occurs in some case.
 
     Each case is, of all combinations, the first one of those with the most pairs that no case before it has.
     """

@@ -92,8 +92,14 @@ def test_tf32_only_when_asked():
     assert errors[False] < 1e-5 < errors[True] < 1e-2
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("lens", [((1, 2048),) * 32, ((1, 20000), (1, 5000)), ((70, 6000),)], ids=["32", "2", "chunk"])
+@pytest.mark.parametrize(
+    ("lens", "batch_invariant"),
+    [
+        (((1, 2048),) * 32, False),
+        *((((1, 20000), (1, 5000)), invariant) for invariant in (False, True)),
+        *((((70, 6000),), invariant) for invariant in (False, True)),
+    ],
+)
 def test_long_contexts_in_float32(lens, batch_invariant):
     """Products of float32 numbers add one key after the other; a sum over all keys of a sequence would be wrong."""
     p = make_problem(quire.AttentionSpec(**LLAMA, dtype=torch.float32), lens, device="cuda")
@@ -290,15 +296,15 @@ def test_compiled_is_eager():
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_check_passes(dtype, part):
-    """In bfloat16, and each in one other dtype. Each check compiles a kernel or two, and processes share the parts."""
+    """All in bfloat16, half in another dtype. A check compiles a kernel or two, and processes share the parts."""
     device = torch.device("cuda")
     checked = features(device, dtype)
     if dtype is not torch.bfloat16:
-        checked = checked[DTYPES.index(dtype) % 2 :: 2]
+        checked = checked[DTYPES.index(dtype) :: 4]
     checks = [check_feature(feature, device, dtype) for feature in checked[part::PARTS]]
     if part == 0:
         checks += islice(check_all(device, [dtype]), OTHER_CHECKS)
-    assert len(checks) > 1 and all(check.passed for check in checks), checks
+    assert checks and all(check.passed for check in checks), checks
 
 
 def test_generated_tokens_are_those_of_eager_attention(capsys):

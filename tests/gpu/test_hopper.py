@@ -83,8 +83,8 @@ SIGHTS = {
 
 
 def in_turn(cases):
-    """Return each case with one of the bounds. The cases compile different kernels, which either bound shows as well."""
-    return [(*case, bound) for case, bound in zip(cases, cycle(BOUNDS))]  # noqa: B905
+    """Return cases with one of the bounds each: cases of kernels of their own, which either bound shows as well."""
+    return [(*case, bound) for case, bound in zip(cases, cycle(BOUNDS))]
 
 
 def solve(spec, lens, max_seq_len=None, **problem):
@@ -251,7 +251,7 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))
 
 
-WIDTHS = (16, 24, 40, 64), (72, 96, 120, 128), (136, 160, 184, 192), (200, 240, 256), (384, 512)
+WIDTHS = (16, 24, 40, 64), (72, 96, 120, 128), (136, 160, 192), (200, 240, 256), (384, 512)
 
 
 @pytest.mark.parametrize(("head_dim", "bound"), in_turn((width,) for widths in WIDTHS for width in widths))
@@ -416,12 +416,22 @@ def test_features_of_gathered_rows(extra, head_dim, bound):
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, [bound], page_size=1)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v", "bound"),
-    in_turn([(16, 16), (80, 80), (24, 200), (192, 128), (256, 256), (88, 256), (256, 64), (192, 192)]),
+    ("head_dim", "head_dim_v", "layout", "bound"),
+    in_turn(
+        [
+            (16, 16, "NHD"),
+            (80, 80, "HND"),
+            (24, 200, "HND"),
+            (192, 128, "NHD"),
+            (256, 256, "NHD"),
+            (88, 256, "HND"),
+            (256, 64, "HND"),
+            (192, 192, "NHD"),
+        ]
+    ),
 )
-def test_widths_of_gathered_rows(head_dim, head_dim_v, bound, layout):
+def test_widths_of_gathered_rows(head_dim, head_dim_v, layout, bound):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
     assert_right(spec, MIXED, [bound], layout=layout, page_size=1)
 
@@ -647,18 +657,16 @@ def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
 
 
 @pytest.mark.parametrize(
-    ("extra", "page_size"),
+    ("extra", "page_size", "decoding"),
     [
-        ({}, 16),
-        ({}, 3),
-        ({"sinks": True, "softcap": 20.0}, 3),
-        ({"head_dim": 64, "sliding_window": 500}, 16),
-        ({"head_dim": 256}, 16),
-        ({"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80}, 3),
+        *(({}, page_size, decoding) for page_size in (16, 3) for decoding in (30, 150)),
+        ({"sinks": True, "softcap": 20.0}, 3, 30),
+        ({"head_dim": 64, "sliding_window": 500}, 16, 150),
+        ({"head_dim": 256}, 16, 30),
+        ({"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80}, 3, 150),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("decoding", [30, 150])
 def test_programs_take_work_tiles_of_mixed_batches_from_both_ends(extra, decoding, page_size):
     """There are more of them than programs. Runs have the same bits, and the counter is 0 after each."""
     spec = quire.AttentionSpec(**MANY | extra)
@@ -740,11 +748,10 @@ def test_query_offsets():
     torch.testing.assert_close(first.lse, second.lse)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sight", SIGHTS)
-def test_every_kind_of_interval(sight, head_dim):
+@pytest.mark.parametrize(*each_pair(sight=[*SIGHTS], head_dim=[64, 128, 256], bound=BOUNDS))
+def test_every_kind_of_interval(sight, head_dim, bound):
     """MIXED has decoding sequences too, which the decode launch serves. Slots that no row sees hold NaN."""
-    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, per_token=SIGHTS[sight])
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, [bound], per_token=SIGHTS[sight])
 
 
 @pytest.mark.parametrize(
@@ -758,10 +765,7 @@ def test_every_kind_of_interval(sight, head_dim):
         ({"head_dim": 80}, 16, LONG),
         ({"num_q_heads": 2}, 16, None),  # a work tile has one head, and row blocks of 64 or 128 queries
         ({"num_q_heads": 6}, 1, LONG),
-        ({"num_q_heads": 10}, 16, LONG),
-        ({"num_q_heads": 32}, 1, None),
         (E4M3, 16, None),
-        (E4M3, 1, None),
         (E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True}, 16, None),
         ({"kv_dtype": torch.float8_e5m2, "head_dim": 64}, 1, None),
         ({"kv_dtype": torch.int8, "dtype": torch.float16}, 16, None),
@@ -775,13 +779,18 @@ def test_features_with_intervals(extra, page_size, bound):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "bound", "flat_table"),
+    ("page_size", "bound", "flat_table", "layout"),
     [
-        *((1, LONG, False), (1, None, True), (3, None, False), (8, None, False), (16, LONG, False)),
-        *((16, None, True), (128, LONG, False), (528, LONG, False)),
+        *((1, LONG, False, layout) for layout in ("NHD", "HND")),
+        (1, None, True, "NHD"),
+        (3, None, False, "HND"),
+        (8, None, False, "NHD"),
+        *((16, LONG, False, layout) for layout in ("NHD", "HND")),
+        (16, None, True, "HND"),
+        (128, LONG, False, "NHD"),
+        (528, LONG, False, "HND"),
     ],
 )
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages_with_intervals(page_size, bound, flat_table, layout):
     for sight in ("chunks", "anywhere"):
         assert_right(
@@ -1041,7 +1050,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(16))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(14))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     bound = draw.choice(BOUNDS)

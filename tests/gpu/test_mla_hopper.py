@@ -44,7 +44,7 @@ def assert_right(spec, lens, **problem):
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize(*each_pair(num_q_heads=[1, 8, 16, 40, 64, 128], causal=[True, False], dtype=DTYPES))
+@pytest.mark.parametrize(*each_pair(num_q_heads=[1, 16, 40, 64, 128], causal=[True, False], dtype=DTYPES))
 def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
 
@@ -227,7 +227,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel == "mla"
 
 
-@pytest.mark.parametrize("seed", range(10))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(8))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     spec = mla(draw.randint(1, 130), causal=draw.choice([True, False]), kv_dtype=draw.choice([None, FP8]))
