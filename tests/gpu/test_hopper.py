@@ -1050,7 +1050,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(14))  # a test for each: each compiles a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(12))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
     bound = draw.choice(BOUNDS)
