@@ -44,7 +44,7 @@ def assert_right(spec, lens, **problem):
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize(*each_pair(num_q_heads=[1, 16, 40, 64, 128], causal=[True, False], dtype=DTYPES))
+@pytest.mark.parametrize(*each_pair(num_q_heads=[1, 16, 40, 64, 128], causal=[True, False], dtype=DTYPES), ids=str)
 def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
 
@@ -71,7 +71,7 @@ def test_fp8_latents_of_one_head(dtype):
     assert_right(mla(1, dtype=dtype, kv_dtype=FP8), MIXED, page_size=64)
 
 
-@pytest.mark.parametrize(*each_pair(num_q_heads=[16, 40, 64, 128], causal=[True, False], dtype=DTYPES))
+@pytest.mark.parametrize(*each_pair(num_q_heads=[16, 40, 64, 128], causal=[True, False], dtype=DTYPES), ids=str)
 def test_fp8_latents_and_products_in_fp8(num_q_heads, causal, dtype):
     """Sequences with more than 32 rows have such products: among these are some of 4 queries with 16 heads."""
     spec = mla(num_q_heads, causal=causal, dtype=dtype, **PRODUCTS)

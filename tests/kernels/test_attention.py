@@ -212,7 +212,8 @@ def test_pages_and_layouts(page_size, layout, solve, assert_within_budget):
         scales=["tensor", "head", "token"],
         kv_dtype=[torch.float8_e4m3fn, torch.float8_e5m2, torch.int8],
         dtype=[torch.float16, torch.float32],
-    )
+    ),
+    ids=str,
 )
 def test_quantised_caches(dtype, kv_dtype, scales, solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, dtype=dtype, kv_dtype=kv_dtype)
