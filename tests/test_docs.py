@@ -22,7 +22,7 @@ from quire.kernels import launcher
 from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
-WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_quick.md", "h200_tree.md", "vllm_h200.md"}  # of results
+WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_peers.md", "h200_tree.md", "vllm_h200.md"}  # of results
 PAGES = sorted(
     page.relative_to(ROOT)
     for page in [
@@ -189,13 +189,26 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
     assert HEADLINES["summary"]((SimpleNamespace(rows=rows), {"all": ("decode",), "others": ("prefill",)})) == (
-        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); another library is faster in 1\n"
+        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); "
+        "another library is faster in 1, µs: slower (cuDNN 4.0, Quire 5.0)\n"
     )
+    assert HEADLINES["copies"](SimpleNamespace(rows=rows)) == (
+        "It is faster than Quire in 1 of 1 cases, all of decode; Quire is 0.25× as fast at worst (not paged).\n"
+    )
+
+
+def test_a_headline_names_slower_cases_only_where_they_are_few():
+    rows = [SimpleNamespace(case=f"case {i}", kind="decode", times={"Quire": 2.0 + i, "cuDNN": 1.0}) for i in range(4)]
+    some = {row.case: 1 / row.times["Quire"] for row in rows}
+    assert HEADLINES["slower"](SimpleNamespace(rows=rows), some) == "4"
+    assert HEADLINES["slower"](SimpleNamespace(rows=rows), {"case 0": 2.0}) == "none"
+    named = HEADLINES["slower"](SimpleNamespace(rows=rows), {case: some[case] for case in ("case 0", "case 1")})
+    assert named == "2, µs: case 1 (cuDNN 1.0, Quire 3.0), case 0 (cuDNN 1.0, Quire 2.0)"
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need quire-tools")
-    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
+    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200_peers.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
     runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
