@@ -130,7 +130,7 @@ test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
-# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs, but for that on GPUs.
+# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs.
 # Triton 3.6.0 also runs what `test-old-triton` leaves out.
 test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
@@ -222,10 +222,11 @@ check: $(VENV)/.ready
 
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
-# An older card, sm80, sm86 or sm89, whose code the GPU runs; for sm86, which the others bound, without the extended cases.
+# An older card, sm80, sm86 or sm89, whose code the GPU runs. As sm86, which has sm80's instructions and sm89's shared memory, the
+# slow cases are left out.
 AS ?=
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest -m "$(if $(filter sm86,$(AS)),$(BY_DEFAULT))" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml

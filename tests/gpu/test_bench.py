@@ -48,7 +48,6 @@ def test_right_results_are_timed_and_wrong_ones_reported():
     [
         Case("latents", "MLA decode", ((1, 300),) * 4, "MLA, 16 heads", 64),
         Case("drafts", "MLA decode", ((2, 300),) * 4, "MLA, 128 heads", 64),
-        Case("fp8 latents", "MLA decode", ((1, 300),) * 4, "MLA, 16 heads", 64, kv_dtype="float8_e4m3fn"),
         Case("long fp8 latents", "MLA decode", ((1, 3000),) * 8, "MLA, 128 heads", 64, kv_dtype="float8_e4m3fn"),
         Case("expanded", "MLA prefill", ((300, 300), (20, 100)), "MLA, 16 heads, expanded", 1, packed=True),
     ],
@@ -91,10 +90,10 @@ def command(*arguments):
 
 
 def test_drawn_cases_are_right_and_measured(tmp_path):
-    assert main(["check", "--grid", "12", "--seed", "3"]) == 0
+    assert main(["check", "--grid", "6", "--seed", "3"]) == 0
     wanted = ["--peers", "Quire,SDPA", "--seconds", "0.05", "--output", str(tmp_path)]
-    assert main(["bench", "run", "--grid", "4", "--seed", "3", *wanted]) == 0
-    assert len(load(tmp_path).rows) == 4
+    assert main(["bench", "run", "--grid", "2", "--seed", "3", *wanted]) == 0
+    assert len(load(tmp_path).rows) == 2
 
 
 def test_ceilings_are_plausible():
