@@ -224,7 +224,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= 8
 # An older card, sm80, sm86 or sm89, whose code the GPU runs. As sm86, which has sm80's instructions and sm89's shared memory, the
 # slow cases are left out.
-AS ?=
+AS :=  # make has a program of this name
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
