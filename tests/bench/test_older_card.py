@@ -160,7 +160,7 @@ def test_a_tree_of_an_older_card_s_code_has_a_file_of_its_own(tmp_path, monkeypa
 @pytest.mark.parametrize("command", [["check"], ["tune", "--quick"]], ids=str)
 def test_without_a_gpu_no_card_s_code_runs(command, capsys):
     assert main([*command, "--as", "sm86"]) == 2
-    assert "--as must be left out where there is no GPU" in capsys.readouterr().err
+    assert "--as must have a GPU that runs the code, got none" in capsys.readouterr().err
 
 
 def test_the_roofline_needs_no_gpu_that_runs_the_code(tmp_path, monkeypatch, capsys):

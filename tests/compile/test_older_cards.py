@@ -122,6 +122,12 @@ def test_a_variable_that_names_a_card_which_the_gpu_does_not_run_is_refused(gpu,
         device._read.__wrapped__(torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize(("arch", "named"), [(121, "sm120"), (103, "sm100"), (90, "sm90"), (86, "sm86")])
+def test_a_gpu_that_gets_its_own_code_or_that_of_its_kin_has_plans_of_its_own(arch, named, monkeypatch):
+    monkeypatch.setenv(device.OVERRIDE, named)
+    assert device.card_in_place_of(replace(HOST.gpu, arch=arch)) is None
+
+
 def test_amd_s_gpus_have_no_older_card(gpu, monkeypatch):
     """There the variable replaces the driver's target as well."""
     monkeypatch.setenv(device.OVERRIDE, "gfx950")

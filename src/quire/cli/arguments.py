@@ -94,7 +94,7 @@ def run_code_of(card: str | None) -> None:
         return
     if not torch.cuda.is_available():
         raise CommandError(
-            "--as must be left out where there is no GPU that runs the code; quire bench roofline has --as too"
+            "--as must have a GPU that runs the code, got none; quire bench roofline --as compiles it without one"
         )
     from quire.targets import this_gpu
 

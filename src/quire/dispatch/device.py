@@ -140,10 +140,14 @@ def _read(device: torch.device) -> DeviceProperties:
 def card_in_place_of(target: Any) -> str | None:
     """Return the card whose code Triton makes for a GPU in place of the GPU's own; None if it makes the GPU's own.
 
-    The first compilation of a process decides it: what Triton and plans keep in memory is not kept by it.
+    The first compilation of a process decides it: what Triton and plans keep in memory is not kept by it. Where sm121
+    gets the code of sm120, its kin, plans are the GPU's own.
     """
     card = os.environ.get(OVERRIDE)
-    return None if not card or target.backend != "cuda" or card == f"sm{target.arch}" else card
+    if not card or target.backend != "cuda":
+        return None
+    is_kin = card not in OLDER_CARDS and card[:-1] == f"sm{target.arch // 10}"
+    return None if is_kin or card == f"sm{target.arch}" else card
 
 
 def older_card(card: str, target: Any, shared_memory: int, argument: str = OVERRIDE) -> tuple[Any, int]:
