@@ -163,6 +163,7 @@ def test_a_kernel_that_is_put_into_the_cache_is_not_compiled(tmp_path, monkeypat
         assert not internals.is_cached(key, "add.cubin")
         internals.put_into_cache(key, files)
         assert internals.is_cached(key, "add.cubin") and not internals.is_cached(key, "add.ptx")
+        assert Path(internals.cache_manager(key).get_file("add.json")).read_bytes() == files["add.json"]
         assert compiled_add((*tensors(16), 7), fresh(add)).asm["cubin"] == before.asm["cubin"]
         internals.put_into_cache(key, {"launcher.so": b"library"})
         assert internals.is_cached(key, "launcher.so") and not internals.is_cached(key, "other.so")
