@@ -79,7 +79,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit code is 1 when this machine is not fit."""
+    """Run the command; the exit code is 1 when this machine can't run Quire."""
     counts = dict.fromkeys(("ok", "warn", "FAIL"), 0)
     with StatusLine() as status:
         for finding in examine(args.interpret, status):
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
     problems, remarks = counts["FAIL"], counts["warn"]
     also = f" {count(remarks, 'line')} above say what works in part." if remarks else ""
     if problems:
-        print(f"This machine is not fit for Quire: {count(problems, 'problem')}.{also}")
+        print(f"This machine can't run Quire: {count(problems, 'problem')}.{also}")
         return 1
-    print(f"This machine is fit for Quire.{also}")
+    print(f"This machine can run Quire.{also}")
     return 0
 
 
@@ -135,7 +135,7 @@ def check_device() -> Iterator[Finding]:
         yield Finding("ok", "There is no GPU here. PyTorch serves CPU tensors, which is meant for tests.")
         return
     built = torch.version.cuda or torch.version.hip
-    reason = f"is built for {built}, which this driver may not serve" if built else "is built for the CPU alone"
+    reason = f"is built for {built}, which this driver may not serve" if built else "is built for CPUs only"
     vendor, advice = driver
     yield Finding(
         "FAIL",

@@ -175,7 +175,7 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
     """Return a launch of the MLA kernel for Hopper GPUs and the reason; or, in words, what it does not serve."""
     spec = request.spec
     if not spec.latent:
-        return "keys and values that are no latents"
+        return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
     if request.has_flat_table:
