@@ -44,7 +44,7 @@ def draw(report: dict) -> pyplot.Figure:
     pyplot.rcParams.update({"font.size": 15, "axes.spines.top": False, "axes.spines.right": False})
     bands = {name: found for name, library in LIBRARIES.items() if (found := speedups(report["rows"], library))}
     figure, axes = pyplot.subplots(
-        len(bands), 1, figsize=(5, 1.6 * len(bands) + 1.75), sharex=True, layout="constrained"
+        len(bands), 1, figsize=(5, 1.4 * len(bands) + 1.75), sharex=True, layout="constrained"
     )
     for axis, (name, found) in zip(axes, bands.items(), strict=True):
         axis.axvline(1, color="black", lw=1)
