@@ -32,6 +32,10 @@ SHORT = {  # arguments that print something after little work
     "check": ["check", "--dtype", "float32"],
     "bench": ["bench", "list"],
     "tune": ["tune", "--explain"],
+    "warmup": [
+        *("warmup", "--target", "sm90", "--limits", "1", "1", "16", "--min-seq-len", "16"),
+        *("--spec", "num_q_heads=1", "num_kv_heads=1", "head_dim=16", "--export"),
+    ],
     "env": ["env"],
     "doctor": ["doctor"],
     "replay": ["replay"],
@@ -43,6 +47,8 @@ def short(tmp_path):
     """Return a function from a command to arguments that print something after little work."""
 
     def arguments(command: str) -> list[str]:
+        if command == "warmup":
+            return [*SHORT[command], str(tmp_path)]
         if command != "replay":
             return SHORT[command]
         problem = make_problem(

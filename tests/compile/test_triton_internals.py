@@ -151,6 +151,29 @@ def test_the_folder_of_compiled_kernels_is_the_one_that_is_asked_for(tmp_path, m
     assert [*tmp_path.glob("asked for/*/*.cubin")] and not (tmp_path / "environment").exists()
 
 
+def test_a_kernel_that_is_put_into_the_cache_is_not_compiled(tmp_path, monkeypatch, driven):
+    """Of its files, code and metadata are enough. The facts by which it is found are the same as before."""
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
+    with internals.caching_in(tmp_path / "compiled"):
+        before = compiled_add((*tensors(16), 7), fresh(add))
+    [code] = tmp_path.glob("compiled/*/add.cubin")
+    key, files = code.parent.name, {name: (code.parent / name).read_bytes() for name in ("add.cubin", "add.json")}
+    with internals.caching_in(tmp_path / "put"):
+        assert not internals.is_cached(key, "add.cubin")
+        internals.put_into_cache(key, files)
+        assert internals.is_cached(key, "add.cubin") and not internals.is_cached(key, "add.ptx")
+        assert compiled_add((*tensors(16), 7), fresh(add)).asm["cubin"] == before.asm["cubin"]
+        internals.put_into_cache(key, {"launcher.so": b"library"})
+        assert internals.is_cached(key, "launcher.so") and not internals.is_cached(key, "other.so")
+    assert hits == [False, True]
+    facts = internals.compiler_facts(SM90.gpu, {"enable_fp_fusion": True})
+    assert facts["Triton"] == triton.__version__ and "ptxas" in facts["compiler"]
+    assert facts != internals.compiler_facts(TARGETS["sm80"].gpu, {"enable_fp_fusion": True})
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert facts["environment"] != internals.compiler_facts(SM90.gpu, {})["environment"]
+
+
 def fresh(kernel):
     """Return a jit function that has compiled nothing."""
     return triton.jit(kernel.fn)

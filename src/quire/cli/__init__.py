@@ -1,4 +1,4 @@
-"""The `quire` command: doctor, generate, check, env, replay, and bench and tune where quire-tools is installed."""
+"""The `quire` command: its commands, of which bench and tune come with quire-tools."""
 
 import argparse
 import sys
@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "compare the kernels with the float64 oracle",
     "bench": "time attention next to other libraries (in quire-tools)",
     "tune": "fit the decision tree of plans to this GPU (in quire-tools)",
+    "warmup": "compile a server's kernels, and export them",
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
 }
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench run --quick               # time Quire and the other libraries installed here
   quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
+  quire warmup --export DIR --limits 64 8192 8192 --spec num_q_heads=32 num_kv_heads=8 head_dim=128  # for a server
   quire env                             # what is installed, and what a plan chooses on this device and why
   quire replay call.quire               # run a call that quire.debug.record wrote to a file
 
