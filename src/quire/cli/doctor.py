@@ -32,6 +32,7 @@ from quire.spec import AttentionSpec
 
 EXAMPLES = """examples:
   quire doctor
+  QUIRE_LOG=plan quire doctor           # the whole of each decision; programs that use Quire print theirs, too
   quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
 PAGE = "https://pytorch.org/get-started/locally/ says from which index to install a build for"
