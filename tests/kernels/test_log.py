@@ -78,10 +78,10 @@ def test_options_of_a_plan_are_said(device, lines):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"head_dim": 32, "head_dim_v": 16, "causal": False, "softcap": 30.0}, "4/2/32/16 float16, not causal, softcap=30.0"),
+        ({"head_dim": 32, "head_dim_v": 16, "causal": False, "sinks": True}, "4/2/32/16 float16, not causal, sinks"),
         ({"head_dim": 32, "kv_dtype": torch.int8, "alibi": True}, "4/2/32 float16, a cache in int8, alibi"),
     ],
-)  # fmt: skip
+)
 def test_a_spec_in_words_says_what_is_not_usual(spec, words):
     assert log.words_of(quire.AttentionSpec(**HEADS | spec)) == words
 
@@ -137,7 +137,7 @@ def test_a_launch_names_its_kernel_and_grid(device, lines):
 
 @pytest.mark.triton
 def test_a_fallback_says_which_strides_are_to_blame(device, lines):
-    problem = small(device, ((1, 20),), kv_dtype=torch.float8_e4m3fn, head_dim=32)
+    problem = small(device, ((40, 60),), num_q_heads=8, kv_dtype=torch.float8_e4m3fn, head_dim=64)
     odd = replace(problem, cache=with_odd_starts(problem.cache))
     for _ in range(2):  # steps
         plan = plan_for(problem, batch_invariant=True)
@@ -156,14 +156,14 @@ def hopper_launch(spec: quire.AttentionSpec, kernel: str):
 @pytest.mark.parametrize(
     ("strides", "offset", "page_size", "per_token", "reason"),
     [
-        ((512, 32, 16, 1), 0, 16, True, "scales per token and head"),
+        ((2048, 128, 64, 1), 0, 16, True, "scales per token and head"),
         ((512, 32, 16, 1), 1, 16, False, "k at an address that 16 does not divide"),
         ((288, 36, 16, 1), 0, 8, False, "k with shape (2, 8, 2, 16) and strides (288, 36, 16, 1), layout NHD"),
         ((272, 136, 68, 1), 0, 2, False, "pages of 2"),
     ],
 )
 def test_a_fallback_of_the_hopper_kernel_says_what_tma_cannot_address(strides, offset, page_size, per_token, reason):
-    dim = 64 if page_size == 2 else 16
+    dim = 64 if per_token or page_size == 2 else 16
     dtype = torch.int8 if per_token else torch.float16
     x = torch.zeros(4096, dtype=dtype).as_strided((2, page_size, 2, dim), strides, offset)
     scales = torch.ones(2, page_size, 2) if per_token else None
