@@ -23,6 +23,7 @@ from collections.abc import Hashable, Iterator
 from quire.spec import AttentionSpec
 
 VARIABLE = "QUIRE_LOG"
+DEBUG = logging.DEBUG
 PARENT = logging.getLogger("quire")
 PLAN, LAUNCH, START = (logging.getLogger(f"quire.{name}") for name in ("plan", "launch", "start"))
 SHOWN = {"plan": (PLAN,), "launch": (LAUNCH,), "all": (PLAN, LAUNCH, START)}  # by the variable's value
@@ -58,7 +59,7 @@ def show(wanted: str) -> None:
         warnings.warn(f"{VARIABLE} must be plan, launch or all, got {wanted!r}; Quire logs nothing", stacklevel=2)
         return
     for logger in SHOWN.get(wanted, ()):
-        logger.setLevel(logging.DEBUG)
+        logger.setLevel(DEBUG)
     if wanted and not any(isinstance(handler, ToStandardError) for handler in PARENT.handlers):
         handler = ToStandardError()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
@@ -67,7 +68,7 @@ def show(wanted: str) -> None:
 
 def is_on(logger: logging.Logger) -> bool:
     """Return whether a logger speaks. Ask before a line is made."""
-    return logger.isEnabledFor(logging.DEBUG)
+    return logger.isEnabledFor(DEBUG)
 
 
 def say_once(logger: logging.Logger, line: str, decision: Hashable = None) -> None:

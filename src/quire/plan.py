@@ -255,7 +255,7 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     options = Options(num_splits, config, batch_invariant, kernel)
     launch, reason = decide_launch(spec, batch, bounds, options, levels)
-    if log.is_on(log.PLAN):
+    if log.PLAN.isEnabledFor(log.DEBUG):
         log_decision(spec, batch, bounds, options, launch, reason)
     if workspace is not None:
         check_counters(launch)

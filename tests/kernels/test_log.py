@@ -148,6 +148,27 @@ def test_a_fallback_says_which_strides_are_to_blame(device, lines):
     assert named in line and str(odd.cache.k.stride()) in line
 
 
+@pytest.mark.triton
+def test_a_warm_up_says_how_many_kernels_it_launched(device, lines):
+    problem = small(device)
+    names = quire.warmup(problem.spec, problem.cache, max_num_seqs=1, max_num_tokens=1, max_seq_len=16)
+    line = next(line for line in lines() if line.startswith("quire.start: "))
+    assert line.startswith(f"quire.start: warm-up of 4/2/16 float16: {len(names)} launches in ")
+
+
+@pytest.mark.pytorch
+def test_an_operator_is_said_when_it_is_traced(device, lines):
+    problem = small(device)
+    plan = plan_for(problem)
+    lines()
+    attend = torch.compile(lambda q: quire.attention(q, problem.cache, plan), backend="eager", fullgraph=True)
+    for _ in range(2):
+        attend(problem.q)
+    assert [line for line in lines() if line.startswith("quire.start")] == [
+        "quire.start: torch.compile traced quire::attention for 4/2/16 float16"
+    ]
+
+
 def hopper_launch(spec: quire.AttentionSpec, kernel: str):
     request = Request(spec, 1, True, Bounds(64, 64, 64), TARGETS["sm90"].properties)
     return decide(request, Options(kernel=kernel))[0]

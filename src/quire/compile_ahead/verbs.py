@@ -243,7 +243,7 @@ def begin_warmup(
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
         blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
         if log.is_on(log.START):
-            log.START.debug("begin_warmup of %s, in a process", log.words_of(spec))
+            log.say_once(log.START, f"begin_warmup of {log.words_of(spec)}, in a process")
         processes.begin(blank, (spec, device_properties(where), *limits), where)
 
 
