@@ -37,12 +37,17 @@ class ToStandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line to what is `sys.stderr` now."""
-        if any(handler is not self and not isinstance(handler, logging.NullHandler) for handler in handlers(record)):
+        if any(handler is not self and takes(handler, record) for handler in handlers(record)):
             return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # closed
             self.handleError(record)
+
+
+def takes(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Return whether a handler shows a record that comes to it."""
+    return handler.level <= record.levelno and not isinstance(handler, logging.NullHandler)
 
 
 def handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:

@@ -28,7 +28,11 @@ spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=tor
 def plan(num_seqs, spec=spec):
     batch = quire.Batch(torch.zeros(num_seqs, 2, dtype=torch.int32), torch.ones(num_seqs, dtype=torch.int32))
     return quire.plan(spec, batch, max_query_len=1, max_seq_len=8)
+quiet = logging.StreamHandler(sys.stdout)
+quiet.setLevel(logging.WARNING)
+logging.getLogger().addHandler(quiet)
 plan(3), plan(3)
+logging.getLogger().removeHandler(quiet)
 logging.basicConfig(stream=sys.stdout, format="application: %(message)s")
 plan(3, quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32))
 """
