@@ -40,7 +40,23 @@ def current_device() -> int | str:
 
 def backend_options(target: GPUTarget, options: dict[str, Any]) -> Any:
     """Return what the compiler makes of options for a target, with defaults; it says which dtypes the target has."""
-    return make_backend(target).parse_options(dict(options))
+    return make_backend(target).parse_options({"arch": arch_of(target), **options})
+
+
+def arch_of(target: GPUTarget) -> str:
+    """Return what the compiler calls a target."""
+    return f"sm{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+@contextlib.contextmanager
+def lowering_for(target: GPUTarget) -> Iterator[None]:
+    """Let Triton lower for a target in this context, whatever the driver names. For that, ptxas still assembles.
+
+    From Triton 3.6 to 3.9, the passes and LLVM's optimiser get the target; LLVM writes PTX for the driver's GPU.
+    """
+    with knobs.runtime.scope():
+        knobs.runtime.override_arch = arch_of(target)
+        yield
 
 
 def memory_gbps(index: int) -> int:

@@ -109,6 +109,28 @@ def test_the_backend_of_each_target_says_which_dtypes_it_has():
     assert all(options.enable_fp_fusion for options in found.values())
 
 
+def test_kernels_are_lowered_for_another_target_than_the_driver_s_in_a_context_alone(tmp_path, driven, monkeypatch):
+    """Triton keeps them under another key, and assembles them for the driver's GPU."""
+    before = os.environ.get("TRITON_OVERRIDE_ARCH")
+    with internals.caching_in(tmp_path):
+        own = compiled_add((*tensors(16), 7), fresh(add))
+        with internals.lowering_for(TARGETS["sm86"].gpu):
+            older = compiled_add((*tensors(16), 7), fresh(add))
+    assert os.environ.get("TRITON_OVERRIDE_ARCH") == before
+    assert [k.metadata.arch for k in (own, older)] == [
+        internals.arch_of(TARGETS[name].gpu) for name in ("sm90", "sm86")
+    ]
+    assert own.hash != older.hash and own.metadata.target == older.metadata.target == SM90.gpu
+    assert all(".target sm_90a" in kernel.asm["ptx"] for kernel in (own, older))
+    assert internals.arch_of(TARGETS["gfx942"].gpu) == "gfx942"
+
+
+def test_the_backend_says_the_dtypes_of_a_target_whatever_triton_is_told_to_lower_for(monkeypatch):
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
+    assert "fp8e4nv" in internals.backend_options(SM90.gpu, {}).supported_fp8_dtypes
+    assert "fp8e4nv" not in internals.backend_options(TARGETS["sm86"].gpu, {}).supported_fp8_dtypes
+
+
 def test_the_memory_of_a_gpu_is_as_fast_as_its_driver_says(driven):
     facts = {"mem_clock_rate": 2_000_000, "mem_bus_width": 4096}  # kHz, bits
     driven.utils = SimpleNamespace(get_device_properties=lambda index: facts)

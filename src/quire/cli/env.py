@@ -75,7 +75,11 @@ def describe() -> dict[str, dict[str, Any]]:
     """Collect what the command prints. Where PyTorch serves, no plan depends on properties of the device."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} CPU"
+    name = f"{platform.machine()} CPU"
+    if gpu:
+        from quire.targets import title_here  # here, since it needs Triton
+
+        name = title_here()
     dtype = torch.bfloat16 if gpu else torch.float32
     spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
     plans = {title: str(plan_for(spec, lens, device)) for title, lens in TYPICAL_BATCHES.items()}
