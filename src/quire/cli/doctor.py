@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from quire import log
 from quire.cli.arguments import triton_package
 from quire.cli.doctor_versions import check_versions
 from quire.cli.env import plan_for
@@ -32,6 +33,7 @@ from quire.spec import AttentionSpec
 
 EXAMPLES = """examples:
   quire doctor
+  QUIRE_LOG=plan quire doctor           # the whole of each decision; programs that use Quire print theirs, too
   quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
 PAGE = "https://pytorch.org/get-started/locally/ says from which index to install a build for"
@@ -197,7 +199,8 @@ def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
     if is_interpreted and not HAS_TRITON:
         yield Finding("FAIL", f"There is no Triton, nor its interpreter. Run: pip install {triton_package()}")
         return
-    environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {})
+    environment = os.environ | {log.VARIABLE: ""}  # its last message says what went wrong
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {}
     status("starting a process that compiles and runs kernels")
     begun = 0
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages:

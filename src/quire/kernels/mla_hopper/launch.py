@@ -15,7 +15,7 @@ from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
-from quire.kernels.tma import matrix_of, page_box
+from quire.kernels.tma import matrix_of, no_matrix, page_box
 from quire.kernels.views import Matrix
 
 ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
@@ -146,6 +146,10 @@ class MLAHopperLaunch:
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "MLAHopperLaunch | MLALaunch":
         """Return this launch, or its fallback if TMA cannot address the cache."""
         return self.fallback if matrix_of_latents(cache) is None else self
+
+    def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
+        """Return why the fallback serves a cache: what TMA cannot address."""
+        return "records of vLLM's fp8_ds_mla" if cache.scale_kind == "record" else no_matrix(cache)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
