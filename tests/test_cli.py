@@ -353,6 +353,8 @@ def test_env_prints_versions_device_and_plans_with_reasons(capsys):
     has_triton = torch.cuda.is_available() or triton.knobs.runtime.interpret
     assert len(plans) == 4 and all(text.startswith("Plan(") for text in plans)
     assert has_triton != any("PyTorch" in text for text in plans)
+    assert facts["environment"].keys() == {"QUIRE_LOG", "QUIRE_NVTX", "QUIRE_TREES"}
+    assert facts["environment"]["QUIRE_LOG"].startswith("not set")
     assert facts["device"].pop("name")
     if has_triton:
         assert facts["device"]["num_sms"] > 0 and facts["device"]["shared_memory"] > 0

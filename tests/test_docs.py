@@ -50,7 +50,7 @@ WITH_EXAMPLES = (
 MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md")}
 LONGEST_LINE = 200
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?:!?\[[^\]]*\]\(|<img\b[^>]* src=\")([^)\s\"]+)[)\"]")
 
 RETIRED = {  # as a regular expression: what to say instead
     r"copy engine": "TMA",
@@ -188,22 +188,30 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     found = HEADLINES["speedups"](rows)
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
-    assert HEADLINES["summary"]((SimpleNamespace(rows=rows), {"all": ("decode",), "others": ("prefill",)})) == (
-        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); "
-        "another library is faster in 1, µs: slower (cuDNN 4.0, Quire 5.0)\n"
+    report = SimpleNamespace(rows=rows, provenance=SimpleNamespace(device="NVIDIA H9", date="2026-11-29"))
+    assert HEADLINES["summary"]((", all", report, {"decode": ("decode",), "others": ("prefill",)})) == (
+        "* **NVIDIA H9, all**: decode run 1.34× as fast.\n"
+        "  3 cases, 2026-11-29, against FlashAttention 3, FlashInfer, cuDNN and vLLM's Triton kernel.\n"
+        "  Another library is faster in 1 of them: slower (cuDNN 4.0 µs, Quire 5.0 µs).\n"
     )
+    assert HEADLINES["losses"](report).splitlines()[2:] == ["| slower | H9, 2026-11-29 | cuDNN | 4.0 | 5.0 | 0.80× |"]
     assert HEADLINES["copies"](SimpleNamespace(rows=rows)) == (
-        "It is faster than Quire in 1 of 1 cases, all of decode; Quire is 0.25× as fast at worst (not paged).\n"
+        "It's faster than Quire in 1 of 1 cases, all of decode. In the slowest (not paged), Quire runs 0.25× as fast.\n"
     )
 
 
 def test_a_headline_names_slower_cases_only_where_they_are_few():
     rows = [SimpleNamespace(case=f"case {i}", kind="decode", times={"Quire": 2.0 + i, "cuDNN": 1.0}) for i in range(4)]
     some = {row.case: 1 / row.times["Quire"] for row in rows}
-    assert HEADLINES["slower"](SimpleNamespace(rows=rows), some) == "4"
-    assert HEADLINES["slower"](SimpleNamespace(rows=rows), {"case 0": 2.0}) == "none"
-    named = HEADLINES["slower"](SimpleNamespace(rows=rows), {case: some[case] for case in ("case 0", "case 1")})
-    assert named == "2, µs: case 1 (cuDNN 1.0, Quire 3.0), case 0 (cuDNN 1.0, Quire 2.0)"
+    report = SimpleNamespace(rows=rows)
+    assert HEADLINES["slower"](report, some) == (
+        "Another library is faster in 4 of them; in the slowest (case 3), Quire runs 0.20× as fast."
+    )
+    assert HEADLINES["slower"](report, {"case 0": 2.0}) == "No other library is faster in any."
+    assert HEADLINES["slower"](report, {case: some[case] for case in ("case 0", "case 1")}) == (
+        "Another library is faster in 2 of them: "
+        "case 1 (cuDNN 1.0 µs, Quire 3.0 µs) and case 0 (cuDNN 1.0 µs, Quire 2.0 µs)."
+    )
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):

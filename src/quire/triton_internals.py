@@ -170,6 +170,24 @@ def before_loading(call: Callable[[str], None]) -> Iterator[None]:
         hooks.remove(told)
 
 
+@contextlib.contextmanager
+def told_of_compilations(kernel: Any, call: Callable[[bool], None]) -> Iterator[None]:
+    """Call a function in this context when Triton has compiled a jit function: whether the cache on disk had it."""
+    before = knobs.compilation.listener
+
+    def told(**facts: Any) -> None:
+        if facts["src"].fn is kernel:
+            call(facts["cache_hit"])
+        if before is not None:
+            before(**facts)
+
+    knobs.compilation.listener = told
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
+
+
 def is_observed() -> bool:
     """Whether a hook on launches is set, for example by Triton's profiler."""
     runtime = knobs.runtime

@@ -191,6 +191,23 @@ def test_who_listens_is_told_before_a_kernel_is_loaded():
     assert "kernel_load_start_hook(self.module, self.function, self.name, self.metadata_group, self.hash)" in source
 
 
+def test_it_is_known_whether_a_kernel_was_compiled_or_in_the_cache(tmp_path, driven):
+    found, of_others = [], []
+    triton.knobs.compilation.listener = lambda **facts: of_others.append(facts["cache_hit"])
+    try:
+        with internals.caching_in(tmp_path):
+            for _ in range(2):
+                kernel = fresh(add)
+                with internals.told_of_compilations(kernel, found.append):
+                    compiled_add((*tensors(16), 7), kernel)
+                    compiled_add((*tensors(16), 7), kernel)  # which is loaded
+        with internals.told_of_compilations(add, found.append):
+            compiled_add((*tensors(16), 7), fresh(add))
+    finally:
+        triton.knobs.compilation.listener = None
+    assert found == [False, True] and of_others[:2] == found and len(of_others) == 3
+
+
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_on_launches_are_seen(hook, monkeypatch):
     assert not internals.is_observed()

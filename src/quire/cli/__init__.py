@@ -13,7 +13,7 @@ from quire.cli.streams import allow_any_encoding, discard_output
 from quire.version import commit
 
 COMMANDS = {
-    "doctor": "say whether this machine is fit, and what to do if not",
+    "doctor": "say whether this machine can run Quire, and what to do if not",
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
     "bench": "time attention next to other libraries (in quire-tools)",
@@ -24,7 +24,7 @@ COMMANDS = {
 }
 OF_TOOLS = "bench", "tune"  # commands of the package quire_tools, which is another distribution
 EXAMPLES = """examples:
-  quire doctor                          # is this machine fit?
+  quire doctor                          # can this machine run Quire?
   quire generate --model src/quire/demo_model     # in a clone: the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; of the commands, import only the one that is named."""
     parser = argparse.ArgumentParser(
         prog="quire",
-        description="Paged attention for LLM inference, in Python and Triton alone.",
+        description="Paged attention for LLM inference, in Python and Triton.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,16 +1,20 @@
-"""`quire env`: the installed versions, the properties of the device, and the plans of typical batches, with reasons."""
+"""`quire env`: installed versions, the device, Quire's variables, and the plans of typical batches, with reasons."""
 
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from quire import log
 from quire.batch import Batch
 from quire.dispatch.device import device_properties, is_served_by_torch
+from quire.dispatch.tree_file import VARIABLE as TREES
+from quire.kernels.ranges import VARIABLE as RANGES
 from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
 from quire.version import commit
@@ -20,6 +24,11 @@ EXAMPLES = """examples:
   quire env --verbose                   # for a bug report: what torch says of the system as well
   quire env --json | jq .device
 """
+VARIABLES = {
+    log.VARIABLE: "not set; plan, launch or all says each decision once, on standard error",
+    RANGES: "not set; 1 gives launches NVTX ranges",
+    TREES: "not set; names the folder of the user's trees",
+}
 PACKAGES = ("quire", "torch", "triton", "transformers", "numpy")
 TYPICAL_BATCHES = {  # (query length, sequence length) of each sequence
     "decode, 32 sequences of 2,048": ((1, 2048),) * 32,
@@ -78,6 +87,7 @@ def describe() -> dict[str, dict[str, Any]]:
     return {
         "versions": {"python": platform.python_version(), "commit of quire": commit()} | found,
         "device": {"name": name} | ({} if is_served_by_torch(device) else asdict(device_properties(device))),
+        "environment": {name: os.environ.get(name) or words for name, words in VARIABLES.items()},
         "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", "")} | plans,
     }
 

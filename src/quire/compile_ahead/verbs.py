@@ -6,11 +6,13 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from quire import log
 from quire.cache import PagedKVCache
 from quire.checks.limits import check_limits, check_what_launches
 from quire.checks.norm_rope import check_norm_rope_alone
@@ -166,6 +168,7 @@ def warmup(
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
     warm_up = blank.with_launches(distinct_launches(*bounds))
     names: list[str] = []
+    began = time.perf_counter()
 
     def report(name: str) -> None:
         names.append(name)
@@ -176,8 +179,14 @@ def warmup(
         exported.load(folder, device)
         with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
             warm_up.run(report)
-            helpers.enter_context(processes.helping(warm_up, processes.num_helpers(num_missing())))
+            missing = num_missing()
+            helpers.enter_context(processes.helping(warm_up, processes.num_helpers(missing)))
         warm_up.run()  # which loads them
+    if log.is_on(log.START):
+        took = f"{time.perf_counter() - began:.1f} s"
+        log.START.debug(
+            "warm-up of %s: %d launches in %s, %d kernels were missing", log.words_of(spec), len(names), took, missing
+        )
     return names
 
 
@@ -243,6 +252,8 @@ def begin_warmup(
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
         blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
         exported.load(folder, where)
+        if log.is_on(log.START):
+            log.say_once(log.START, f"begin_warmup of {log.words_of(spec)}, in a process")
         processes.begin(blank, (spec, device_properties(where), *limits), where)
 
 
