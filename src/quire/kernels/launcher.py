@@ -371,7 +371,7 @@ class Threads(futures.ThreadPoolExecutor):
     """Threads that compile.
 
     Python 3.11 counts the depth of syntax trees for all threads together. If two make trees at once, one may end with
-    SystemError. It then compiles again.
+    SystemError, which Triton raises as the cause of its own error where it compiles a callee. It then compiles again.
     """
 
     def submit(self, compile_one: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
@@ -379,11 +379,23 @@ class Threads(futures.ThreadPoolExecutor):
 
         def compile_again() -> Any:
             for _ in range(AGAIN):
-                with contextlib.suppress(SystemError):
+                try:
                     return compile_one(*args, **kwargs)
+                except Exception as error:
+                    if not is_caused_by_system_error(error):
+                        raise
             return compile_one(*args, **kwargs)
 
         return super().submit(compile_again)
+
+
+def is_caused_by_system_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one of those that caused it, is a SystemError."""
+    while error is not None:
+        if isinstance(error, SystemError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def address_of(value: Any) -> Any:
