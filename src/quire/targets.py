@@ -176,7 +176,10 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
         collected.append(inspect(name, kernel, target, options))
 
     driven = target.host or target
-    with lowering_for(target.gpu), compile_only(target.name, driven.gpu, target.properties, on_compile):
+    # Where nothing names another card, Triton lowers for the target as it does in processes that help to compile.
+    overrides = target.host is not None or bool(os.environ.get(OVERRIDE))
+    lowering = lowering_for(target.gpu) if overrides else contextlib.nullcontext()
+    with lowering, compile_only(target.name, driven.gpu, target.properties, on_compile):
         yield collected
 
 
