@@ -51,7 +51,7 @@ help:
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
 	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README there"
 	@echo "make check     run ruff, ruff format and pyright"
-	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis)"
+	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis); AS=sm80 runs an older card's code there"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what builds and tests left behind"
@@ -130,7 +130,7 @@ test-interpreter: $(VENV)/.ready
 	@echo "== Triton's interpreter, newest"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
-# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs, but for that on GPUs.
+# Cases with the marker `extended`. pyproject.toml leaves them out of the other runs.
 # Triton 3.6.0 also runs what `test-old-triton` leaves out.
 test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
@@ -222,8 +222,11 @@ check: $(VENV)/.ready
 
 PY ?= $(BIN)/python
 GPU_JOBS ?= 8
+# An older card, sm80, sm86 or sm89, whose code the GPU runs. As sm86, which has sm80's instructions and sm89's shared memory, the
+# slow cases are left out.
+AS :=  # make has a program of this name
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	PYTHONPATH=src:tools/src $(PY) -m pytest -m "" -p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml

@@ -12,6 +12,7 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent
 RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)]*)\)")
+PICTURE = re.compile(r'(<img\b[^>]* src=")(?![a-z]+:)([^"]*)("[^>]*>)')
 
 
 def long_description() -> str:
@@ -24,7 +25,9 @@ def long_description() -> str:
             return f"{image}[{text}]({urls['Repository']}/{'raw' if image else 'blob'}/HEAD/{path})"
         return "" if image else text
 
-    return RELATIVE.sub(absolute, (ROOT / "README.md").read_text("utf-8"))
+    raw = f"{urls['Repository']}/raw/HEAD/" if "Repository" in urls else ""
+    text = PICTURE.sub(rf"\g<1>{raw}\2\3" if raw else "", (ROOT / "README.md").read_text("utf-8"))
+    return RELATIVE.sub(absolute, text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from quire_tools.bench.results import QUIRE, Report, Row, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
-PAGES = ("README.md", "docs/README.md", "docs/results/README.md")
+PAGES = ("README.md", "docs/README.md", "docs/why.md", "docs/results/README.md")
 NAMES = {  # how names of libraries begin, and what a headline calls them
     "FlashAttention 3": "FlashAttention 3",
     "FlashInfer": "FlashInfer",
@@ -101,23 +101,68 @@ def micros(time: float, is_best: bool = False) -> str:
     return f"**{text}**" if is_best else text
 
 
-def summary(*reports: tuple[Report, dict[str, tuple[str, ...]]]) -> str:
-    """Return a line for each group of kinds: how many cases, mean, worst, and how many are slower."""
-    lines = []
-    for report, kinds in reports:
+def summary(*reports: tuple[str, Report, dict[str, tuple[str, ...]]]) -> str:
+    """Return an item for each report, with its name after the GPU's: means by group of kinds, peers, slower cases."""
+    items = []
+    for name, report, kinds in reports:
         by_case = {row.case: row.kind for row in report.rows}
         found = speedups(report.rows)
-        for name, group in kinds.items():
-            some = {case: ratio for case, ratio in found.items() if by_case[case] in group}
-            if not some:
-                continue
-            worst = min(some, key=lambda case: some[case])
-            slower = sum(ratio < 1 for ratio in some.values())
-            lines.append(
-                f"* {name}: {statistics.geometric_mean(some.values()):.2f}× as fast over {len(some)} cases, "
-                f"{some[worst]:.2f}× at worst ({worst}); another library is faster in {slower or 'none'}\n"
-            )
-    return "".join(lines)
+        means = [
+            f"{group} {'' if number else 'run '}{statistics.geometric_mean(some):.2f}×{'' if number else ' as fast'}"
+            for number, (group, of) in enumerate(kinds.items())
+            if (some := [ratio for case, ratio in found.items() if by_case[case] in of])
+        ]
+        facts = report.provenance
+        items.append(
+            f"* **{facts.device}{name}**: {', '.join(means)}.\n"
+            f"  {len(found)} cases, {facts.date}, against {libraries(report)}.\n"
+            f"  {slower(report, found)}\n"
+        )
+    return "".join(items)
+
+
+def slower(report: Report, found: dict[str, float]) -> str:
+    """Return in how many cases another library is faster: where they are few, which, and otherwise the slowest."""
+    rows = {row.case: row for row in report.rows}
+    cases = sorted((case for case, ratio in found.items() if ratio < 1), key=lambda case: found[case])
+    if not cases:
+        return "No other library is faster in any."
+    count = f"Another library is faster in {len(cases)} of them"
+    if len(cases) > FEW:
+        return f"{count}; in the slowest ({cases[0]}), Quire runs {found[cases[0]]:.2f}× as fast."
+    named = []
+    for case in cases:
+        best = best_other(rows[case])
+        assert best is not None
+        named.append(f"{case} ({best[0]} {micros(best[1])} µs, Quire {micros(rows[case].times[QUIRE])} µs)")
+    return f"{count}: {' and '.join(named)}."
+
+
+def losses(*reports: Report) -> str:
+    """Return a table of the cases in which another library is faster, by report and ratio."""
+    text = "| case | GPU | fastest other library | its time, µs | Quire, µs | × as fast |\n"
+    text += f"{'| --- ' * 6}|\n"
+    for report in reports:
+        rows = {row.case: row for row in report.rows}
+        for case, ratio in sorted(speedups(report.rows).items(), key=lambda found: found[1]):
+            best = best_other(rows[case])
+            if ratio < 1 and best:
+                times = f"{micros(best[1])} | {micros(rows[case].times[QUIRE])}"
+                device = report.provenance.device.split()[1]
+                text += f"| {case} | {device}, {report.provenance.date} | {best[0]} | {times} | {ratio:.2f}× |\n"
+    return text
+
+
+def copies(report: Report) -> str:
+    """Return where a library that is given contiguous copies, so that no mean counts it, is faster than Quire."""
+    both = {row.case: row.times[COPIES] / row.times[QUIRE] for row in report.rows if COPIES in row.times}
+    faster = [ratio for ratio in both.values() if ratio < 1]
+    worst = min(both, key=lambda case: both[case])
+    kinds = sorted({row.kind for row in report.rows if both.get(row.case, 1) < 1})
+    return (
+        f"It's faster than Quire in {len(faster)} of {len(both)} cases, all of {' or '.join(kinds)}. "
+        f"In the slowest ({worst}), Quire runs {both[worst]:.2f}× as fast.\n"
+    )
 
 
 def invariant(report: Report) -> str:
@@ -129,17 +174,20 @@ def invariant(report: Report) -> str:
             for row in report.rows
             if row.kind in group and {QUIRE, INVARIANT} <= row.times.keys()
         ]
-        words.append(f"{name} {statistics.geometric_mean(ratios):.2f}× as long (at most {max(ratios):.1f}×)")
-    return f"On an {report.provenance.device.removeprefix('NVIDIA ')}, this takes longer: {', '.join(words)}.\n"
+        take = "" if words else " then take"
+        words.append(f"{name}{take} {statistics.geometric_mean(ratios):.2f}× as long ({max(ratios):.1f}× at most)")
+    return f"On an {report.provenance.device}, {', '.join(words[:-1])} and {words[-1]}.\n"
 
 
+FEW = 2  # slower cases that a headline names
+COPIES = "SDPA, not paged"
 INVARIANT = "Quire, batch-invariant"
 SHOWN = {  # by case what README calls it
     "decode 1x128": "decode, 1 sequence of 128 keys",
     "decode 8x1024": "decode, 8 × 1,024",
     "decode 64 of 16 to 4096": "decode, 64 sequences of 16 to 4,096",
     "decode 128x4096": "decode, 128 × 4,096",
-    "decode 32x8192": "decode, 32 × 8,192",
+    "decode 256x1024": "decode, 256 × 1,024",
     "decode 1x131072": "decode, 1 × 131,072",
     "prefill 2048": "prefill, 2,048 tokens",
     "prefill 8192": "prefill, 8,192",
@@ -152,10 +200,17 @@ DENSE = {
     "prompts and chunks": ("prefill", "chunk"),
     "mixed batches": ("mixed",),
 }
-LATENTS = {"latents, decode": ("MLA decode",), "latents, prompts": ("MLA prefill",)}
+LATENTS = {"decode batches": ("MLA decode",), "prompts": ("MLA prefill",)}
 HEADLINES: dict[str, Callable[[], str]] = {
-    "speed": lambda: speed_table(load(RESULTS / "h200.json")),
-    "summary": lambda: summary((load(RESULTS / "h200.json"), DENSE), (load(RESULTS / "mla_h200.json"), LATENTS)),
+    "speed": lambda: speed_table(load(RESULTS / "h200_peers.json")),
+    "summary": lambda: summary(
+        ("", load(RESULTS / "h200_peers.json"), DENSE),
+        ("", load(RESULTS / "h100.json"), DENSE),
+        (", latents (MLA)", load(RESULTS / "mla_h200.json"), LATENTS),
+    ),
+    "losses": lambda: losses(*(load(RESULTS / f"{name}.json") for name in ("h200_peers", "h200", "h100"))),
+    "peers": lambda: table(load(RESULTS / "h200_peers.json"), DENSE),
+    "copies": lambda: copies(load(RESULTS / "h200_peers.json")),
     "invariant": lambda: invariant(load(RESULTS / "h200.json")),
     "h200": lambda: table(load(RESULTS / "h200.json"), DENSE),
     "h100": lambda: table(load(RESULTS / "h100.json"), DENSE),

@@ -33,7 +33,8 @@ MARKS = {
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, and collect no garbage among what is imported: it took a fifth of the time to import it."""
     gc.disable()
-    for name in ("QUIRE_TREES", "XDG_CONFIG_HOME"):  # tests have homes of their own
+    # Tests have homes of their own.
+    for name in ("QUIRE_TREES", "XDG_CONFIG_HOME", "QUIRE_KERNELS", "QUIRE_LOG", "QUIRE_NVTX"):
         os.environ.pop(name, None)
     for mark, (_, reason) in MARKS.items():
         config.addinivalue_line("markers", f"{mark}: skipped elsewhere, since {reason}")

@@ -530,12 +530,12 @@ def make_warmup() -> tuple[Callable, dict[str, Any]]:
         quire.warmup,
         cache=paged_problem().cache,
         **dict(return_lse=False, out_scale=False, append=False, min_query_len=1, per_head_dtype=None, progress=None),
-        **dict(rope=None, qk_norm=None),
+        **dict(rope=None, qk_norm=None, kernels=None),
     )
 
 
 def make_begin_warmup() -> tuple[Callable, dict[str, Any]]:
-    more = dict(return_lse=False, out_scale=False, append=False, min_query_len=1, per_head_dtype=None)
+    more = dict(return_lse=False, out_scale=False, append=False, min_query_len=1, per_head_dtype=None, kernels=None)
     return make_service(quire.begin_warmup, cache=paged_problem().cache, device="cpu", **more)
 
 

@@ -32,6 +32,10 @@ SHORT = {  # arguments that print something after little work
     "check": ["check", "--dtype", "float32"],
     "bench": ["bench", "list"],
     "tune": ["tune", "--explain"],
+    "warmup": [
+        *("warmup", "--target", "sm90", "--limits", "1", "1", "16", "--min-seq-len", "16"),
+        *("--spec", "num_q_heads=1", "num_kv_heads=1", "head_dim=16", "--export"),
+    ],
     "env": ["env"],
     "doctor": ["doctor"],
     "replay": ["replay"],
@@ -43,6 +47,8 @@ def short(tmp_path):
     """Return a function from a command to arguments that print something after little work."""
 
     def arguments(command: str) -> list[str]:
+        if command == "warmup":
+            return [*SHORT[command], str(tmp_path)]
         if command != "replay":
             return SHORT[command]
         problem = make_problem(
@@ -347,6 +353,8 @@ def test_env_prints_versions_device_and_plans_with_reasons(capsys):
     has_triton = torch.cuda.is_available() or triton.knobs.runtime.interpret
     assert len(plans) == 4 and all(text.startswith("Plan(") for text in plans)
     assert has_triton != any("PyTorch" in text for text in plans)
+    assert facts["environment"].keys() == {"QUIRE_LOG", "QUIRE_NVTX", "QUIRE_TREES"}
+    assert facts["environment"]["QUIRE_LOG"].startswith("not set")
     assert facts["device"].pop("name")
     if has_triton:
         assert facts["device"]["num_sms"] > 0 and facts["device"]["shared_memory"] > 0

@@ -22,7 +22,7 @@ from quire.kernels import launcher
 from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
-WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_quick.md", "h200_tree.md", "vllm_h200.md"}  # of results
+WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_peers.md", "h200_tree.md", "vllm_h200.md"}  # of results
 PAGES = sorted(
     page.relative_to(ROOT)
     for page in [
@@ -50,7 +50,7 @@ WITH_EXAMPLES = (
 MAY_NAME_OLD_WORDS = {Path("CHANGELOG.md")}
 LONGEST_LINE = 200
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?:!?\[[^\]]*\]\(|<img\b[^>]* src=\")([^)\s\"]+)[)\"]")
 
 RETIRED = {  # as a regular expression: what to say instead
     r"copy engine": "TMA",
@@ -188,14 +188,35 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     found = HEADLINES["speedups"](rows)
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
-    assert HEADLINES["summary"]((SimpleNamespace(rows=rows), {"all": ("decode",), "others": ("prefill",)})) == (
-        "* all: 1.34× as fast over 3 cases, 0.80× at worst (slower); another library is faster in 1\n"
+    report = SimpleNamespace(rows=rows, provenance=SimpleNamespace(device="NVIDIA H9", date="2026-11-29"))
+    assert HEADLINES["summary"]((", all", report, {"decode": ("decode",), "others": ("prefill",)})) == (
+        "* **NVIDIA H9, all**: decode run 1.34× as fast.\n"
+        "  3 cases, 2026-11-29, against FlashAttention 3, FlashInfer, cuDNN and vLLM's Triton kernel.\n"
+        "  Another library is faster in 1 of them: slower (cuDNN 4.0 µs, Quire 5.0 µs).\n"
+    )
+    assert HEADLINES["losses"](report).splitlines()[2:] == ["| slower | H9, 2026-11-29 | cuDNN | 4.0 | 5.0 | 0.80× |"]
+    assert HEADLINES["copies"](SimpleNamespace(rows=rows)) == (
+        "It's faster than Quire in 1 of 1 cases, all of decode. In the slowest (not paged), Quire runs 0.25× as fast.\n"
+    )
+
+
+def test_a_headline_names_slower_cases_only_where_they_are_few():
+    rows = [SimpleNamespace(case=f"case {i}", kind="decode", times={"Quire": 2.0 + i, "cuDNN": 1.0}) for i in range(4)]
+    some = {row.case: 1 / row.times["Quire"] for row in rows}
+    report = SimpleNamespace(rows=rows)
+    assert HEADLINES["slower"](report, some) == (
+        "Another library is faster in 4 of them; in the slowest (case 3), Quire runs 0.20× as fast."
+    )
+    assert HEADLINES["slower"](report, {"case 0": 2.0}) == "No other library is faster in any."
+    assert HEADLINES["slower"](report, {case: some[case] for case in ("case 0", "case 1")}) == (
+        "Another library is faster in 2 of them: "
+        "case 1 (cuDNN 1.0 µs, Quire 3.0 µs) and case 0 (cuDNN 1.0 µs, Quire 2.0 µs)."
     )
 
 
 def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need quire-tools")
-    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200.json"
+    picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200_peers.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
     runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -76,7 +76,7 @@ def lines_with(lines: list[str], word: str) -> list[str]:
 def test_it_finds_this_machine_fit(capsys):
     """The whole command, with the process that runs kernels."""
     code, lines = lines_of(capsys)
-    assert (code, lines[-1].startswith("This machine is fit for Quire.")) == (0, True), lines
+    assert (code, lines[-1].startswith("This machine can run Quire.")) == (0, True), lines
     assert lines_with(lines, f"torch {importlib.metadata.version('torch')} is supported (>=2.")
     judged = lines_with(lines, "of its budget")
     assert len(judged) >= 3 and all(line.startswith("ok ") for line in judged)
@@ -89,7 +89,7 @@ def test_one_problem_makes_the_exit_code_1(metadata, capsys):
     code, lines = lines_of(capsys)
     assert code == 1
     assert lines_with(lines, "torch 2.5.1 is not supported: Quire needs torch>=2.6. Run: pip install 'torch>=2.6'")
-    assert lines[-1] == "This machine is not fit for Quire: 1 problem."
+    assert lines[-1] == "This machine can't run Quire: 1 problem."
 
 
 # Versions
@@ -325,7 +325,7 @@ def test_a_driver_that_torch_does_not_see_is_a_problem(tmp_path, monkeypatch):
         monkeypatch.setattr(doctor, "DRIVERS", ((vendor, tmp_path, what),))
         (finding,) = doctor.check_device()
         assert finding.level == "FAIL" and what.endswith(advice[vendor])
-        assert f"for {vendor} GPUs" in finding.text and f"is built for the CPU alone. {what}" in finding.text
+        assert f"for {vendor} GPUs" in finding.text and f"is built for CPUs only. {what}" in finding.text
     monkeypatch.setattr(doctor, "DRIVERS", ())
     (finding,) = doctor.check_device()
     assert finding.level == "ok" and "no GPU" in finding.text

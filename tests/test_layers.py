@@ -16,7 +16,7 @@ ROOT, TOOLS = Path(quire.__file__).parent, Path(quire_tools.__file__).parent
 LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and those below
     (
         *("errors", "spec", "state", "batch", "checks.batch", "cache", "cache_layout", "allocator"),
-        *("norm_rope", "intervals", "draft_trees", "reference", "version"),
+        *("norm_rope", "intervals", "draft_trees", "reference", "version", "log"),
     ),
     ("triton_internals",),
     ("dispatch",),

@@ -33,7 +33,10 @@ def problem():
     return p, plan, k, v, slots
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", slow("inductor")])
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_gpu.py compiles for the GPU by inductor")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, ON_CPU])])
 def test_compiled_is_eager(backend):
     """The first use of inductor takes ten seconds: it compiles PyTorch's C++ headers, for every later use."""
     p, plan, k, v, slots = problem()

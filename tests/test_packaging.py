@@ -159,12 +159,14 @@ def test_an_index_shows_links_that_lead_somewhere_and_extras_for_users_alone(arc
 
 def test_relative_links_lead_to_the_repository_once_it_has_an_address(tmp_path):
     shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "README.md").write_text("![A plot](docs/a.png)[Page](docs/b.md#c), [there](https://d.e/f)")
+    text = '<img alt="A" src="docs/a.png" width="9">![A plot](docs/a.png)[Page](docs/b.md#c), [there](https://d.e/f)'
+    (tmp_path / "README.md").write_text(text)
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     description = runpy.run_path(str(tmp_path / "setup.py"))["long_description"]
     assert description() == "Page, [there](https://d.e/f)"
     (tmp_path / "pyproject.toml").write_text('[project]\nurls = { Repository = "https://a.b/c" }\n')
     assert description() == (
+        '<img alt="A" src="https://a.b/c/raw/HEAD/docs/a.png" width="9">'
         "![A plot](https://a.b/c/raw/HEAD/docs/a.png)[Page](https://a.b/c/blob/HEAD/docs/b.md#c), [there](https://d.e/f)"
     )
 

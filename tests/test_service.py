@@ -285,7 +285,7 @@ def test_nothing_compiles_after_warmup(batch_invariant):
     spec = quire.AttentionSpec(
         num_q_heads=12, num_kv_heads=2, head_dim=64, softcap=31.0 + batch_invariant
     )  # of no other test
-    bounds = {"max_num_seqs": 40, "max_num_tokens": 600, "max_seq_len": 5000}
+    bounds = {"max_num_seqs": 16, "max_num_tokens": 128, "max_seq_len": 5000}
     problem = make_problem(spec, ((1, 3000), (1, 17), (4, 700)), device="cuda")
     plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)
     with quire.no_compilation(), pytest.raises(RuntimeError, match="must not be compiled in service"):
@@ -294,10 +294,10 @@ def test_nothing_compiles_after_warmup(batch_invariant):
     draw = random.Random(2)
     with quire.no_compilation():
         for _ in range(60):
-            num_seqs = draw.randint(1, 40)
-            queries = (
-                [1] * num_seqs if draw.random() < 0.4 else [draw.choice((1, 1, 3, 9, 15)) for _ in range(num_seqs)]
-            )
+            num_seqs = draw.randint(1, 16)
+            queries = [1] * num_seqs
+            if draw.random() < 0.6:
+                queries = [draw.choice((1, 1, 3, 9, 15)) for _ in range(draw.randint(1, 8))]
             lens = tuple((q, draw.randint(q, draw.choice((100, 5000)))) for q in queries)
             problem = make_problem(spec, lens, device="cuda", one_query=max(queries) == 1 and draw.random() < 0.5)
             plan = quire.plan(spec, problem.batch, **problem.bounds, batch_invariant=batch_invariant)

@@ -1,4 +1,4 @@
-"""Quire: paged attention for LLM inference, in Python and Triton alone."""
+"""Quire: paged attention for LLM inference, in Python and Triton."""
 
 from quire import draft_trees as draft_trees
 from quire import intervals as intervals

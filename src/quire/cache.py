@@ -416,7 +416,7 @@ class PagedKVCache:
                 f"{name} must be left out for a cache of {self.dtype}, got {describe(scale)}; "
                 "scales belong to fp8 and int8 caches"
             )
-        advice = "1.0 is no scale"
+        advice = "1.0 means no scale"
         if not isinstance(scale, torch.Tensor):
             scale = torch.full((), check_positive(name, scale, advice), dtype=torch.float32, device=self.device)
         check_tensor(name, scale, advice)

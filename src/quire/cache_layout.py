@@ -84,7 +84,7 @@ def check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"scale must be left out for latents of {stored}, got {describe(scale)}; it belongs to e4m3")
     if not isinstance(scale, torch.Tensor):
         scale = torch.full(
-            (), check_positive("scale", scale, "1.0 is no scale"), dtype=torch.float32, device=latents.device
+            (), check_positive("scale", scale, "1.0 means no scale"), dtype=torch.float32, device=latents.device
         )
     check_tensor("scale", scale, "pass a number")
     if scale.numel() != 1 or scale.dim() > 1:

@@ -31,7 +31,7 @@ def from_parents(parents: torch.Tensor) -> torch.Tensor:
         [..., num_drafts] int64. For a batch, `flatten()` those of all sequences, or `repeat` those of one tree.
 
     Raises:
-        TypeError: parents is no tensor of integers.
+        TypeError: parents isn't a tensor of integers.
         ValueError: it has no dimension.
         UnsupportedError: there are more than 64 drafts.
 
@@ -101,7 +101,7 @@ def from_words(words: torch.Tensor) -> torch.Tensor:
         [num_seqs * num_drafts] int64.
 
     Raises:
-        TypeError: words is no tensor of one of these dtypes.
+        TypeError: words isn't a tensor of one of these dtypes.
 
     Examples:
         >>> quire.draft_trees.from_words(torch.tensor([1, 3, 255], dtype=torch.uint8)).tolist()

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from quire import log
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Bounds
 from quire.errors import describe
+from quire.launch_codec import decode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Asked, Plan, plan_again
 from quire.state import State
@@ -255,7 +257,14 @@ def merge_states_fake(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tup
     return torch.empty_like(outs[0], memory_format=contiguous), torch.empty_like(lses[0], memory_format=contiguous)
 
 
-torch.library.register_fake("quire::attention", lambda *arguments: None)
+def attention_fake(*arguments: Any) -> None:
+    """Return nothing, as the operator. `torch.compile` asks when it traces a program, not when it runs it."""
+    if log.is_on(log.START):
+        spec = decode(arguments[-6])
+        log.say_once(log.START, f"torch.compile traced quire::attention for {log.words_of(spec)}")
+
+
+torch.library.register_fake("quire::attention", attention_fake)
 torch.library.register_fake("quire::write_kv", lambda *arguments: None)
 torch.library.register_fake("quire::norm_rope_and_write", lambda *arguments: None)
 torch.library.register_fake("quire::write_latent", lambda *arguments: None)

@@ -11,7 +11,9 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 
+from quire import log
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks.batch import check_reads
@@ -23,7 +25,7 @@ from quire.dispatch.device import device_properties, interprets, is_served_by_to
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
-from quire.kernels import scratch
+from quire.kernels import ranges, scratch
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import choice as hopper
 from quire.kernels.launch import Launch, Runner, alike, kernels_of
@@ -166,12 +168,14 @@ class Plan:
         return plan_again, (self.batch, self.bounds, self.asked)
 
     def __repr__(self) -> str:
-        bounds = self.bounds
-        queries, keys = count(bounds.max_query_len, "query", "queries"), count(bounds.max_seq_len, "key", "keys")
-        per_token = self.launch.request.per_token
-        seen = "" if per_token is None else f", {per_token}"
-        sequences = count(self.batch.num_seqs, "sequence", "sequences")
-        return f"Plan({sequences}, at most {queries} and {keys} each{seen}; {self.launch}; {self.reason})"
+        return f"Plan({words_of_batch(self.batch, self.bounds, self.launch)}; {self.launch}; {self.reason})"
+
+
+def words_of_batch(batch: Batch, bounds: Bounds, launch: Launch) -> str:
+    """Describe what a plan was made for."""
+    queries, keys = count(bounds.max_query_len, "query", "queries"), count(bounds.max_seq_len, "key", "keys")
+    seen = "" if launch.request.per_token is None else f", {launch.request.per_token}"
+    return f"{count(batch.num_seqs, 'sequence', 'sequences')}, at most {queries} and {keys} each{seen}"
 
 
 def count(number: int, one: str, many: str) -> str:
@@ -272,6 +276,8 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     options = Options(num_splits, config, batch_invariant, kernel)
     launch, reason = decide_launch(spec, batch, bounds, options, levels)
+    if log.PLAN.isEnabledFor(log.DEBUG):
+        log_decision(spec, batch, bounds, options, launch, reason)
     if workspace is not None:
         check_counters(launch)
     asked = Asked(encode(spec), encode_options(options), shared.flattened(levels))
@@ -317,6 +323,30 @@ def decide_once(request: Request, options: Options, families: tuple[tuple[str, P
 
 
 CHOICES.append(decide_once)
+
+
+def log_decision(
+    spec: AttentionSpec, batch: Batch, bounds: Bounds, options: Options, launch: Launch, reason: str
+) -> None:
+    """Say what was asked, which launch was chosen and why, if it was not chosen for this spec and reason before."""
+    asked = [words_of_batch(batch, bounds, launch), log.words_of(spec)]
+    asked += [f"{name}={value}" for name, value in options._asdict().items() if value not in (None, False)]
+    chosen = "; ".join([f"{launch}", reason, *passed_over(launch, options)])
+    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}", (spec, options, chosen))
+
+
+def passed_over(launch: Launch, options: Options) -> list[str]:
+    """Return what the families for such caches do not serve that were asked before the one of a launch."""
+    said: list[str] = []
+    if options.kernel is not None or launch.name in ("torch", "shared_prefix"):  # of which none was asked
+        return said
+    for name, propose in FAMILIES.items():
+        proposal = propose(launch.request, options)
+        if not isinstance(proposal, str):
+            break
+        if name.startswith("mla") == launch.request.spec.latent:
+            said.append(f"{name} does not serve {proposal}")
+    return said
 
 
 def check_device(request: Request, options: Options) -> None:
@@ -440,6 +470,8 @@ def make_plan(
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
     runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
+    if ranges.NVTX or profiler._is_profiler_enabled:
+        runner = ranges.in_range(runner, f"quire {launch.name}: {words_of_batch(batch, bounds, launch)}")
     return Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
 
 

@@ -1,8 +1,8 @@
 """Compile for GPUs that this machine lacks, and read registers, spills and shared memory from the compiled kernels.
 
 `compiling(target)` gives plans that target's properties (`quire.dispatch.device.compile_for`) and Triton a driver that
-names the target. Launches end after compilation. The verbs are called as a user calls them, on small CPU tensors, so
-arguments, specialisation and configurations are those of a real launch.
+names the target, or the GPU that runs its code (`Target.running`). Launches end after compilation. The verbs are called
+as a user calls them, on small CPU tensors, so arguments, specialisation and configurations are those of a real launch.
 
 Compiled kernels stay in Triton's cache, where a real launch on such a GPU finds them. `compile_all` fills the cache in
 parallel before anything is timed.
@@ -18,17 +18,25 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import quire
 from quire import triton_internals
-from quire.dispatch.device import DeviceProperties, interprets, properties_of
+from quire.dispatch.device import (
+    OLDER_CARDS,
+    OVERRIDE,
+    DeviceProperties,
+    card_in_place_of,
+    interprets,
+    older_card,
+    properties_of,
+)
 from quire.dispatch.request import cdiv
 from quire.kernels.launcher import compile_only
-from quire.triton_internals import CompiledKernel, GPUTarget, cuobjdump
+from quire.triton_internals import CompiledKernel, GPUTarget, cuobjdump, lowering_for
 
 KB = 1024
 
@@ -45,6 +53,7 @@ class Target:
         memory_gbps: GB that memory delivers per second.
         max_warps: warps that an SM holds at once; NVIDIA only, like the next.
         max_programs: programs that an SM holds at once.
+        host: the GPU that runs its code, where that is another; see `running`.
     """
 
     name: str
@@ -54,6 +63,20 @@ class Target:
     memory_gbps: int
     max_warps: int = 0
     max_programs: int = 0
+    host: "Target | None" = None
+
+    def running(self, card: str, argument: str = "card") -> "Target":
+        """Return this GPU as it runs the code of an older card, with the shared memory and features of that card.
+
+        Args:
+            card: "sm80", "sm86" or "sm89".
+            argument: what named the card, for the error.
+
+        Raises:
+            ValueError: this GPU does not run that card's code.
+        """
+        gpu, shared_memory = older_card(card, self.gpu, self.shared_memory, argument)
+        return replace(self, name=title_of(self.name, card), gpu=gpu, shared_memory=shared_memory, host=self)
 
     @property
     def properties(self) -> DeviceProperties:
@@ -61,12 +84,18 @@ class Target:
         return properties_of(self.gpu, self.num_sms, self.shared_memory, self.memory_gbps)
 
 
+def title_of(device: str, card: str | None) -> str:
+    """Return a device in words, and whose code it runs where that is not its own: "sm86 code on an NVIDIA H200"."""
+    article = "an" if device[:1] in set("AEFHILMNORSX") else "a"  # as the letter is said
+    return device if card is None else f"{card} code on {article} {device}"
+
+
 TARGETS = {
     t.name: t
     for t in (
-        Target("sm80", GPUTarget("cuda", 80, 32), 108, 163 * KB, 2040, 64, 32),  # A100
-        Target("sm86", GPUTarget("cuda", 86, 32), 84, 99 * KB, 696, 48, 16),  # A40
-        Target("sm89", GPUTarget("cuda", 89, 32), 142, 99 * KB, 864, 48, 24),  # L40S
+        Target("sm80", GPUTarget("cuda", 80, 32), 108, OLDER_CARDS["sm80"], 2040, 64, 32),  # A100
+        Target("sm86", GPUTarget("cuda", 86, 32), 84, OLDER_CARDS["sm86"], 696, 48, 16),  # A40
+        Target("sm89", GPUTarget("cuda", 89, 32), 142, OLDER_CARDS["sm89"], 864, 48, 24),  # L40S
         Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 4800, 64, 32),  # H200; an H100 has 3350 GB/s
         Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 8000, 64, 32),  # B200
         Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 1790, 48, 24),  # RTX PRO 6000
@@ -78,7 +107,27 @@ TARGETS = {
 
 
 def current_target() -> Target:
-    """Return the current GPU as a target."""
+    """Return the current GPU as a target; as it runs the code of an older card, where Triton makes that.
+
+    Raises:
+        ValueError: TRITON_OVERRIDE_ARCH names a card whose code this GPU does not run.
+    """
+    here, card = this_gpu(), card_here()
+    return here if card is None else here.running(card, OVERRIDE)
+
+
+def card_here() -> str | None:
+    """Return the card whose code Triton makes for the current GPU in place of its own (TRITON_OVERRIDE_ARCH)."""
+    return card_in_place_of(triton_internals.current_target()) if os.environ.get(OVERRIDE) else None
+
+
+def title_here() -> str:
+    """Return the current GPU in words, and whose code it runs where that is not its own."""
+    return title_of(torch.cuda.get_device_name(), card_here())
+
+
+def this_gpu() -> Target:
+    """Return the current GPU as a target that runs its own code."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = triton_internals.current_target()
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
@@ -126,7 +175,11 @@ def compiling(target: Target) -> Iterator[list[Compiled]]:
     def on_compile(name: str, kernel: CompiledKernel, options: dict[str, Any]) -> None:
         collected.append(inspect(name, kernel, target, options))
 
-    with compile_only(target.name, target.gpu, target.properties, on_compile):
+    driven = target.host or target
+    # Where nothing names another card, Triton lowers for the target as it does in processes that help to compile.
+    overrides = target.host is not None or bool(os.environ.get(OVERRIDE))
+    lowering = lowering_for(target.gpu) if overrides else contextlib.nullcontext()
+    with lowering, compile_only(target.name, driven.gpu, target.properties, on_compile):
         yield collected
 
 
@@ -155,6 +208,7 @@ def inspect_nvidia(kernel: CompiledKernel, target: Target) -> tuple[int, int, in
         ).stdout
     usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     metadata: Any = kernel.metadata
+    target = target.host or target  # whose SMs hold the programs
     registers_of_warp = 256 * cdiv(32 * usage["REG"], 256)
     occupancy = min(
         65536 // registers_of_warp // metadata.num_warps,

@@ -6,6 +6,7 @@ lacks.
 """
 
 import contextlib
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 import triton
 from triton import AsyncCompileMode, knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import CompiledKernel as CompiledKernel
 from triton.compiler import make_backend
+from triton.runtime.cache import FileCacheManager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
 from triton.testing import get_dram_gbps
@@ -40,7 +43,23 @@ def current_device() -> int | str:
 
 def backend_options(target: GPUTarget, options: dict[str, Any]) -> Any:
     """Return what the compiler makes of options for a target, with defaults; it says which dtypes the target has."""
-    return make_backend(target).parse_options(dict(options))
+    return make_backend(target).parse_options({"arch": arch_of(target), **options})
+
+
+def arch_of(target: GPUTarget) -> str:
+    """Return what the compiler calls a target."""
+    return f"sm{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+@contextlib.contextmanager
+def lowering_for(target: GPUTarget) -> Iterator[None]:
+    """Let Triton lower for a target in this context, whatever the driver names. For that, ptxas still assembles.
+
+    From Triton 3.6 to 3.9, the passes and LLVM's optimiser get the target; LLVM writes PTX for the driver's GPU.
+    """
+    with knobs.runtime.scope():
+        knobs.runtime.override_arch = arch_of(target)
+        yield
 
 
 def memory_gbps(index: int) -> int:
@@ -102,6 +121,40 @@ def caching_in(folder: Path) -> Iterator[None]:
         yield
 
 
+def compiler_facts(target: GPUTarget, options: dict[str, Any]) -> dict[str, str]:
+    """Return by name what decides, besides a kernel and its options, where Triton looks for it in its cache."""
+    backend = make_backend(target)
+    return {
+        "Triton": triton.__version__,
+        "Triton's files": hashlib.sha256(triton_key().encode()).hexdigest(),
+        "compiler": backend.hash(),  # on NVIDIA's GPUs, what ptxas says of itself
+        "options": backend_options(target, options).hash(),
+        "environment": str(sorted(get_cache_invalidating_env_vars().items())),
+    }
+
+
+def is_cached(key: str, name: str) -> bool:
+    """Return whether the folder `key` of Triton's cache has a file: of a kernel, with what makes Triton find it."""
+    manager = cache_manager(key)
+    if name.endswith(".so"):
+        return manager.get_file(name) is not None
+    return name in (manager.get_group(f"{Path(name).stem}.json") or {})
+
+
+def put_into_cache(key: str, files: dict[str, bytes]) -> None:
+    """Put files into the folder `key` of Triton's cache: a library, or the code and the metadata of a kernel."""
+    manager = cache_manager(key)
+    paths = {name: manager.put(content, name) for name, content in files.items()}
+    for name in paths:
+        if name.endswith(".json"):
+            manager.put_group(name, paths)
+
+
+def cache_manager(key: str) -> Any:
+    """Return what reads and writes the folder `key` of Triton's cache."""
+    return (knobs.cache.manager_class or FileCacheManager)(key)
+
+
 @contextlib.contextmanager
 def before_loading(call: Callable[[str], None]) -> Iterator[None]:
     """Call a function in this context with the name of each kernel that is about to be loaded."""
@@ -115,6 +168,24 @@ def before_loading(call: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         hooks.remove(told)
+
+
+@contextlib.contextmanager
+def told_of_compilations(kernel: Any, call: Callable[[bool], None]) -> Iterator[None]:
+    """Call a function in this context when Triton has compiled a jit function: whether the cache on disk had it."""
+    before = knobs.compilation.listener
+
+    def told(**facts: Any) -> None:
+        if facts["src"].fn is kernel:
+            call(facts["cache_hit"])
+        if before is not None:
+            before(**facts)
+
+    knobs.compilation.listener = told
+    try:
+        yield
+    finally:
+        knobs.compilation.listener = before
 
 
 def is_observed() -> bool:

@@ -76,7 +76,7 @@ def test_only_libraries_that_serve_its_keys_take_part_in_a_case(tmp_path, on_a_g
         return {peer.name: make_timing(9.0 if peer.name == "FlashMLA" else 10.0) for peer in peers}
 
     on_a_gpu(compare)
-    monkeypatch.setattr(Peer, "why_absent", lambda peer: None)
+    monkeypatch.setattr(Peer, "why_absent", lambda peer, card: None)
     monkeypatch.setattr(Peer, "version", lambda peer: "1.0")
     arguments = ["bench", "run", "--set", "mla", "--set", "mla_prefill", "--set", "length", "--output", str(tmp_path)]
     assert main(arguments) == 0

@@ -162,7 +162,7 @@ BAD = {
     "a list": "[1, 2]",
     "an object": "{}",
     "nested": "[" * 100_000,
-    "results of a run": (DOCS / "h200_quick.json").read_text(),
+    "results of a run": (DOCS / "h200_peers.json").read_text(),
     "no cases": json.dumps(json.loads((DOCS / "h200_floors.json").read_text()) | {"cases": {}}),
     "a case without floors": json.dumps(json.loads((DOCS / "h200_floors.json").read_text()) | {"cases": {"a": {}}}),
     "a ratio that is text": (DOCS / "h200_floors.json").read_text().replace('"ratio": ', '"ratio": "x", "y": ', 1),

@@ -14,7 +14,7 @@ from quire_tools.bench.results import Provenance, Report, Result
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-@pytest.mark.parametrize("name", ["h200.json", "h200_quick.json"])
+@pytest.mark.parametrize("name", ["h200.json", "h200_peers.json"])
 def test_the_results_in_the_docs_are_read_and_written_unchanged(name, tmp_path):
     report = results.load(RESULTS / name)
     results.save(report, tmp_path)

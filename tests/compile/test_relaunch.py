@@ -6,6 +6,9 @@ Triton's own code encodes tensor descriptors, and calls a stand-in for the drive
 import contextlib
 import dataclasses
 import gc
+import logging
+import re
+import sys
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -19,10 +22,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import quire
-from quire import api
+from quire import api, log
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import combine, launcher, norm_rope, write, write_latent
+from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
 from quire.kernels.portable import FOUND_NOW
 from quire.kernels.scheduler import SCHEDULERS
@@ -224,6 +227,29 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
                 pytest.fail(f"relaunched for other {', '.join(other)}")
     attend(without_launches(plan), **layers[1])
     assert len(passed) == 6 and passed[2:4] == passed[4:] != passed[:2]
+
+
+def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypatch, caplog):
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    monkeypatch.setattr(log, "SAID", {})
+    wanted = launches.FEATURES["e4m3"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of("decode, 64", launches.make_spec(128, wanted), wanted)
+    some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
+    with caplog.at_level(logging.DEBUG, "quire.launch"):
+        quire.attention(**some, plan=plan)
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        rf"split_kv_kernel, grid {passed[0][1][0]} × 1 × 1, (compiled in|from the cache in|loaded before).*", line
+    )
+    called = set()
+    sys.setprofile(lambda frame, event, value: called.add(frame.f_code.co_filename))
+    try:
+        quire.attention(**some, plan=plan)
+    finally:
+        sys.setprofile(None)
+    assert launcher.__file__ in called
+    assert not called & {log.__file__, ranges.__file__, logging.__file__, contextlib.__file__}
 
 
 @pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "norm_rope_kernel")])

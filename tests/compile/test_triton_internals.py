@@ -109,6 +109,28 @@ def test_the_backend_of_each_target_says_which_dtypes_it_has():
     assert all(options.enable_fp_fusion for options in found.values())
 
 
+def test_kernels_are_lowered_for_another_target_than_the_driver_s_in_a_context_alone(tmp_path, driven, monkeypatch):
+    """Triton keeps them under another key, and assembles them for the driver's GPU."""
+    before = os.environ.get("TRITON_OVERRIDE_ARCH")
+    with internals.caching_in(tmp_path):
+        own = compiled_add((*tensors(16), 7), fresh(add))
+        with internals.lowering_for(TARGETS["sm86"].gpu):
+            older = compiled_add((*tensors(16), 7), fresh(add))
+    assert os.environ.get("TRITON_OVERRIDE_ARCH") == before
+    assert [k.metadata.arch for k in (own, older)] == [
+        internals.arch_of(TARGETS[name].gpu) for name in ("sm90", "sm86")
+    ]
+    assert own.hash != older.hash and own.metadata.target == older.metadata.target == SM90.gpu
+    assert all(".target sm_90a" in kernel.asm["ptx"] for kernel in (own, older))
+    assert internals.arch_of(TARGETS["gfx942"].gpu) == "gfx942"
+
+
+def test_the_backend_says_the_dtypes_of_a_target_whatever_triton_is_told_to_lower_for(monkeypatch):
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "sm80")
+    assert "fp8e4nv" in internals.backend_options(SM90.gpu, {}).supported_fp8_dtypes
+    assert "fp8e4nv" not in internals.backend_options(TARGETS["sm86"].gpu, {}).supported_fp8_dtypes
+
+
 def test_the_memory_of_a_gpu_is_as_fast_as_its_driver_says(driven):
     facts = {"mem_clock_rate": 2_000_000, "mem_bus_width": 4096}  # kHz, bits
     driven.utils = SimpleNamespace(get_device_properties=lambda index: facts)
@@ -129,6 +151,30 @@ def test_the_folder_of_compiled_kernels_is_the_one_that_is_asked_for(tmp_path, m
     assert [*tmp_path.glob("asked for/*/*.cubin")] and not (tmp_path / "environment").exists()
 
 
+def test_a_kernel_that_is_put_into_the_cache_is_not_compiled(tmp_path, monkeypatch, driven):
+    """Of its files, code and metadata are enough. The facts by which it is found are the same as before."""
+    hits = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **more: hits.append(cache_hit))
+    with internals.caching_in(tmp_path / "compiled"):
+        before = compiled_add((*tensors(16), 7), fresh(add))
+    [code] = tmp_path.glob("compiled/*/add.cubin")
+    key, files = code.parent.name, {name: (code.parent / name).read_bytes() for name in ("add.cubin", "add.json")}
+    with internals.caching_in(tmp_path / "put"):
+        assert not internals.is_cached(key, "add.cubin")
+        internals.put_into_cache(key, files)
+        assert internals.is_cached(key, "add.cubin") and not internals.is_cached(key, "add.ptx")
+        assert Path(internals.cache_manager(key).get_file("add.json")).read_bytes() == files["add.json"]
+        assert compiled_add((*tensors(16), 7), fresh(add)).asm["cubin"] == before.asm["cubin"]
+        internals.put_into_cache(key, {"launcher.so": b"library"})
+        assert internals.is_cached(key, "launcher.so") and not internals.is_cached(key, "other.so")
+    assert hits == [False, True]
+    facts = internals.compiler_facts(SM90.gpu, {"enable_fp_fusion": True})
+    assert facts["Triton"] == triton.__version__ and "ptxas" in facts["compiler"]
+    assert facts != internals.compiler_facts(TARGETS["sm80"].gpu, {"enable_fp_fusion": True})
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert facts["environment"] != internals.compiler_facts(SM90.gpu, {})["environment"]
+
+
 def fresh(kernel):
     """Return a jit function that has compiled nothing."""
     return triton.jit(kernel.fn)
@@ -143,6 +189,23 @@ def test_who_listens_is_told_before_a_kernel_is_loaded():
     assert names == ["add"]
     source = inspect.getsource(internals.CompiledKernel._init_handles)
     assert "kernel_load_start_hook(self.module, self.function, self.name, self.metadata_group, self.hash)" in source
+
+
+def test_it_is_known_whether_a_kernel_was_compiled_or_in_the_cache(tmp_path, driven):
+    found, of_others = [], []
+    triton.knobs.compilation.listener = lambda **facts: of_others.append(facts["cache_hit"])
+    try:
+        with internals.caching_in(tmp_path):
+            for _ in range(2):
+                kernel = fresh(add)
+                with internals.told_of_compilations(kernel, found.append):
+                    compiled_add((*tensors(16), 7), kernel)
+                    compiled_add((*tensors(16), 7), kernel)  # which is loaded
+        with internals.told_of_compilations(add, found.append):
+            compiled_add((*tensors(16), 7), fresh(add))
+    finally:
+        triton.knobs.compilation.listener = None
+    assert found == [False, True] and of_others[:2] == found and len(of_others) == 3
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

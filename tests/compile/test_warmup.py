@@ -371,15 +371,20 @@ def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compil
 
 
 def test_threads_that_compile_try_again_and_replace_nothing_of_triton_s():
-    """Python 3.11 may end one of two parsers that work at once with SystemError."""
-    parse, left = JITCallable.parse, [SystemError("depth"), SystemError("depth")]
+    """Python 3.11 may end one of two parsers that work at once with SystemError, also that of a callee."""
+    parse, left = JITCallable.parse, [SystemError("depth"), RuntimeError("of a callee")]
 
     def compile_one():
         if left:
-            raise left.pop()
+            raise left.pop() from SystemError("depth")
         return "compiled"
+
+    def fail():
+        raise ValueError("of its own")
 
     with launcher.compile_together(torch.device("cpu")):
         assert JITCallable.parse is parse
     with launcher.Threads(1) as threads:
         assert threads.submit(compile_one).result() == "compiled"
+        with pytest.raises(ValueError, match="of its own"):
+            threads.submit(fail).result()

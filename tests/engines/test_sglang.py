@@ -325,6 +325,13 @@ def test_sglang_finds_the_plug_in_and_takes_it_twice():
     assert isinstance(ATTENTION_BACKENDS["quire"](make_runner(make_pool("mha", 1), 1)), QuireBackend)
 
 
+def test_the_log_says_that_sglang_chose_quire(caplog):
+    with caplog.at_level("DEBUG", "quire.start"):
+        Server("mla", page_size=16)
+    (message,) = caplog.messages
+    assert message.startswith("SGLang chose Quire for latents in pages of 16, contexts of ")
+
+
 def test_the_command_line_takes_the_name():
     import argparse
 

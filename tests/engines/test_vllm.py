@@ -398,10 +398,13 @@ def test_the_log_says_once_which_layers_have_quire(monkeypatch, caplog):
     """A model may bring its own attention, and never ask for a backend: then there is no such line."""
     monkeypatch.setattr(contract.logger, "propagate", True)
     problem = make_problem(replace(SPEC, softmax_scale=0.123), BATCHES["decode"], device=DEVICE)
-    with caplog.at_level("INFO", contract.logger.name):
+    with caplog.at_level("INFO", contract.logger.name), caplog.at_level("DEBUG", "quire.start"):
         for _ in range(2):
             make_layer(problem)
-    assert caplog.messages == ["Quire attends in 1 layer: 4/2 heads of 16, a cache in float32"]
+    assert caplog.messages == [
+        "Quire attends in 1 layer: 4/2 heads of 16, a cache in float32",
+        "vLLM chose Quire for 1 layer: 4/2 heads of 16, a cache in float32",
+    ]
 
 
 def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):

@@ -9,6 +9,7 @@ import quire
 from quire import api, cli, reference
 from quire.cli.check import OTHER_CHECKS, check_all, check_feature, features
 from quire.testing import error_budget, make_problem, random_norm_rope, unwritten
+from tests.pairs import each_pair
 
 LLAMA = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 MIXED = ((1, 2000), (1, 17), (4, 700), (300, 300), (129, 1500), (1, 0), (0, 50))
@@ -22,10 +23,13 @@ def solve(spec, lens, num_splits=None, **problem):
     return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize(
-    "lens", [MIXED, ((1, 3000), (1, 1), (1, 129)), ((8, 900),) * 3], ids=["mixed", "decode", "drafts"]
+    *each_pair(
+        kv_dtype=[None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8],
+        dtype=DTYPES,
+        lens=[MIXED, ((1, 3000), (1, 1), (1, 129)), ((8, 900),) * 3],
+    ),
+    ids=str,
 )
 def test_dtypes(dtype, kv_dtype, lens):
     p, _, state = solve(
@@ -37,26 +41,27 @@ def test_dtypes(dtype, kv_dtype, lens):
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("num_splits", [1, 5])
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "num_splits"),
     [
-        {"sliding_window": 100},
-        {"causal": False},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-        {"softcap": 20.0},
-        {"alibi": True},
-        {"sinks": True},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-        {"head_dim": 64},
-        {"head_dim": 256},
-        {"head_dim": 512},
-        {"head_dim": 512, "kv_dtype": torch.float8_e4m3fn},
-        {"head_dim": 320, "head_dim_v": 504, "sliding_window": 300, "sinks": True},
-        {"head_dim": 80, "head_dim_v": 96},
-        {"num_q_heads": 64, "num_kv_heads": 1},
-        {"num_q_heads": 7, "num_kv_heads": 7},
-        {"num_q_heads": 6},
+        *(({"sliding_window": 100}, splits) for splits in (1, 5)),
+        *(({"causal": False}, splits) for splits in (1, 5)),
+        *(({"causal": False, "sliding_window": 77, "sliding_window_right": 30}, splits) for splits in (1, 5)),
+        *(({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, splits) for splits in (1, 5)),
+        ({"softcap": 20.0}, 1),
+        *(({"alibi": True}, splits) for splits in (1, 5)),
+        ({"sinks": True}, 5),
+        ({"head_dim": 64}, 1),
+        ({"head_dim": 64, "alibi": True}, 5),
+        *(({"head_dim": 256}, splits) for splits in (1, 5)),
+        *(({"head_dim": 512}, splits) for splits in (1, 5)),
+        ({"head_dim": 512, "kv_dtype": torch.float8_e4m3fn}, 5),
+        *(({"head_dim": 320, "head_dim_v": 504, "sliding_window": 300, "sinks": True}, splits) for splits in (1, 5)),
+        ({"head_dim": 224}, 5),
+        ({"head_dim": 80, "head_dim_v": 96}, 1),
+        *(({"num_q_heads": 64, "num_kv_heads": 1}, splits) for splits in (1, 5)),
+        ({"num_q_heads": 7, "num_kv_heads": 7}, 1),
+        ({"num_q_heads": 6}, 5),
     ],
     ids=str,
 )
@@ -66,8 +71,14 @@ def test_features(extra, num_splits):
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 128, 528, 1072, 7808])
-@pytest.mark.parametrize("layout", ["NHD", "HND", "HDNX"])
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [
+        *((page_size, "NHD") for page_size in (16, 1072, 7808)),  # on a Hopper GPU, its kernel serves NHD and HND
+        *((page_size, "HND") for page_size in (1, 528)),
+        *((page_size, "HDNX") for page_size in (1, 16, 128, 528, 1072, 7808)),
+    ],
+)
 def test_pages(page_size, layout):
     p, _, state = solve(
         quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (1, 3)), page_size=page_size, layout=layout
@@ -84,8 +95,14 @@ def test_tf32_only_when_asked():
     assert errors[False] < 1e-5 < errors[True] < 1e-2
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("lens", [((1, 2048),) * 32, ((1, 20000), (1, 5000)), ((70, 6000),)], ids=["32", "2", "chunk"])
+@pytest.mark.parametrize(
+    ("lens", "batch_invariant"),
+    [
+        (((1, 2048),) * 32, False),
+        *((((1, 20000), (1, 5000)), invariant) for invariant in (False, True)),
+        *((((70, 6000),), invariant) for invariant in (False, True)),
+    ],
+)
 def test_long_contexts_in_float32(lens, batch_invariant):
     """Products of float32 numbers add one key after the other; a sum over all keys of a sequence would be wrong."""
     p = make_problem(quire.AttentionSpec(**LLAMA, dtype=torch.float32), lens, device="cuda")
@@ -114,9 +131,14 @@ def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(query_
         assert verdict.passed, (lens, verdict)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("lens", [((1, 2048), (1, 300)), ((5, 2048), (3, 300)), ((200, 300), (64, 64))], ids=str)
-@pytest.mark.parametrize("how", [{}, {"rotary_dim": 64, "interleaved": True, "qk_norm": False}], ids=str)
+@pytest.mark.parametrize(
+    *each_pair(
+        lens=[((1, 2048), (1, 300)), ((5, 2048), (3, 300)), ((200, 300), (64, 64))],
+        how=[{}, {"rotary_dim": 64, "interleaved": True, "qk_norm": False}],
+        kv_dtype=[None, torch.float8_e4m3fn],
+    ),
+    ids=str,
+)
 def test_a_captured_graph_rotates_writes_and_attends(how, lens, kv_dtype):
     """The bits are those of a launch that rotates and writes, and of attention; positions and tokens change."""
     spec = quire.AttentionSpec(**LLAMA, kv_dtype=kv_dtype)
@@ -277,12 +299,15 @@ def test_compiled_is_eager():
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_check_passes(dtype, part):
-    """In parts: each check compiles a kernel or two, and processes share the parts."""
+    """All in bfloat16, a quarter in another dtype. A check compiles a kernel or two, and processes share the parts."""
     device = torch.device("cuda")
-    checks = [check_feature(feature, device, dtype) for feature in features(device, dtype)[part::PARTS]]
+    checked = features(device, dtype)
+    if dtype is not torch.bfloat16:
+        checked = checked[DTYPES.index(dtype) :: 8]
+    checks = [check_feature(feature, device, dtype) for feature in checked[part::PARTS]]
     if part == 0:
         checks += islice(check_all(device, [dtype]), OTHER_CHECKS)
-    assert len(checks) > 1 and all(check.passed for check in checks), checks
+    assert checks and all(check.passed for check in checks), checks
 
 
 def test_generated_tokens_are_those_of_eager_attention(capsys):

@@ -6,6 +6,7 @@ Plans ask for it by name, so that it also runs where the portable kernels would 
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from quire.dispatch.device import device_properties
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 from tests.growth import with_growing_scores
+from tests.pairs import each_pair
 
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
@@ -28,8 +30,10 @@ MIXED = (
 )
 
 
+FEW = ((700, 5000), (3, 3))
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 LONG, MANY_QUERIES = 20000, 129  # keys and queries; with these bounds, a program has two consumer warpgroups
+BOUNDS = (None, LONG)  # those of the batch, by which programs have one consumer warpgroup on short contexts
 SMALL = {"page_size": 1}  # pages whose rows are gathered
 
 
@@ -78,7 +82,17 @@ SIGHTS = {
 }
 
 
+def in_turn(cases):
+    """Return cases with one of the bounds each: cases of kernels of their own, which either bound shows as well."""
+    return [(*case, bound) for case, bound in zip(cases, cycle(BOUNDS))]
+
+
 def solve(spec, lens, max_seq_len=None, **problem):
+    p, plan = make_plan_and_problem(spec, lens, max_seq_len, **problem)
+    return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+
+
+def make_plan_and_problem(spec, lens, max_seq_len=None, **problem):
     p = make_problem(spec, lens, device="cuda", **problem)
     batch, bounds = p.batch, p.bounds
     if max_seq_len:  # more than any sequence has
@@ -91,23 +105,23 @@ def solve(spec, lens, max_seq_len=None, **problem):
             )
     plan = quire.plan(spec, batch, **bounds, kernel="hopper")
     assert plan.kernel == "hopper", plan
-    return p, plan, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True)
+    return p, plan
 
 
-def assert_right(spec, lens, **problem):
-    for max_seq_len in (None, LONG):
+def assert_right(spec, lens, bounds=BOUNDS, **problem):
+    for max_seq_len in bounds:
         p, plan, state = solve(spec, lens, max_seq_len, **problem)
         verdict = error_budget(p, state)
         assert verdict.passed, (plan, verdict)
         served = plan.launch.for_cache(p.cache) is plan.launch  # else by the fallback
         assert served == (problem.get("scales") != "token")
-    request = plan.launch.request
-    assert plan.launch.config.num_warpgroups == 2 or request.keys_seen <= 512 or request.rows_per_seq <= 64
+        request, warpgroups = plan.launch.request, plan.launch.config.num_warpgroups
+        assert warpgroups == 2 or not max_seq_len or request.keys_seen <= 512 or request.rows_per_seq <= 64
 
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"sliding_window": 1100, "sinks": True}, {"alibi": True}, {"causal": False}, {"softcap": 60.0}],
+    [{}, {"sliding_window": 1100, "sinks": True}, {"causal": False}, {"softcap": 60.0, "alibi": True}],
     ids=str,
 )
 def test_prompts_of_equal_lengths(extra):
@@ -118,26 +132,41 @@ def test_prompts_of_equal_lengths(extra):
     assert verdict.passed, (plan, verdict)
 
 
+ELEMENTS = [{"head_dim": 64}, {}, {"head_dim": 256}, {"dtype": torch.float16}]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
-)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"sliding_window": 100},
-        {"sliding_window": 1},
-        {"causal": False},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-        {"softcap": 20.0},
-        {"alibi": True},
-        {"sinks": True},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-    ],
+    *each_pair(
+        element=ELEMENTS,
+        extra=[
+            {},
+            {"sliding_window": 100},
+            {"sliding_window": 1},
+            {"causal": False},
+            {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
+        ],
+        bound=BOUNDS,
+    ),
     ids=str,
 )
-def test_features(extra, head_dim, dtype):
-    assert_right(quire.AttentionSpec(**LLAMA | extra | {"head_dim": head_dim, "dtype": dtype}), MIXED)
+def test_bands(extra, element, bound):
+    assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
+
+
+SCORES = [
+    {"softcap": 20.0},
+    {"alibi": True},
+    {"sinks": True},
+    {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
+]
+IN_FLOAT16 = [(ELEMENTS[3], SCORES[0], None), (ELEMENTS[3], SCORES[3], LONG)]
+
+
+@pytest.mark.parametrize(
+    ("element", "extra", "bound"), [*each_pair(a=ELEMENTS[:3], b=SCORES, c=BOUNDS)[1], *IN_FLOAT16], ids=str
+)
+def test_features(extra, element, bound):
+    assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
 
 
 @pytest.mark.parametrize("falling", [True, False])
@@ -145,7 +174,7 @@ def test_features(extra, head_dim, dtype):
 def test_scores_that_grow_from_tile_to_tile(head_dim, head_dim_v, falling):
     """Bits of a row do not depend on the other rows of its warp, which may have to be rescaled."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
-    p, plan, _ = solve(spec, ((300, 2100), (140, 140), (65, 700)), LONG, page_size=64)
+    p, plan, _ = solve(spec, ((300, 2100), (140, 140), (65, 700)), LONG)
     with_growing_scores(p, falling)
     first = quire.attention(p.q, p.cache, plan, return_lse=True)
     verdict = error_budget(p, first)
@@ -157,9 +186,18 @@ def test_scores_that_grow_from_tile_to_tile(head_dim, head_dim_v, falling):
     assert not torch.equal(first.lse[37], again.lse[37])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "dtype"),
+    [
+        (64, 1, torch.bfloat16),
+        (64, 64, torch.float16),
+        (128, 64, torch.bfloat16),
+        (128, 1, torch.float16),
+        (160, 64, torch.bfloat16),
+        (256, 1, torch.float16),
+    ],
+    ids=str,
+)
 def test_capped_scores_small_and_large(head_dim, page_size, dtype):
     """Bits of a row do not depend on the other rows of its warp, which may have scores beyond the polynomial's."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "softcap": 50.0, "sinks": True})
@@ -214,19 +252,34 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))
 
 
-@pytest.mark.parametrize("head_dim", [*range(16, 257, 8), 384, 512])
-def test_every_width(head_dim):
-    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED)
+WIDTHS = (16, 24, 40, 64), (72, 96, 120, 128), (136, 160, 192), (200, 240, 256), (384, 512)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("head_dim", "bound"), in_turn((width,) for widths in WIDTHS for width in widths))
+def test_widths(head_dim, bound):
+    """Heads of one to four panels of 64 columns: whole ones, a last one of each width, and beyond by either parity.
+
+    A last panel is multiplied in pieces of 64, 32 and 16 columns, the last of which may be half zeros.
+    """
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, [bound])
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"),
-    [(192, 128), (128, 192), (64, 256), (256, 64), (80, 32), (24, 200), (192, 96), (128, 512), (264, 256), (128, 328)],
+    ("head_dim", "head_dim_v", "bound", "layout"),
+    [
+        *((192, 128, bound, layout) for bound in BOUNDS for layout in ("NHD", "HND")),
+        (128, 192, None, "NHD"),
+        (80, 32, LONG, "HND"),
+        (256, 64, None, "HND"),
+        (24, 200, LONG, "NHD"),
+        (128, 512, LONG, "NHD"),
+        (264, 256, None, "HND"),
+        (128, 328, LONG, "HND"),
+    ],
 )
-def test_values_of_another_width(head_dim, head_dim_v, layout):
-    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
-    assert_right(spec, MIXED, layout=layout, page_size=48)
+def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(spec, MIXED, [bound], layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -244,60 +297,58 @@ def test_values_of_another_width(head_dim, head_dim_v, layout):
 def test_scores_in_pieces(extra, page_size, large_tiles):
     """Tiles have 96 keys, in ragged batches too, which may be cut or split."""
     spec = quire.AttentionSpec(**LLAMA | extra)
-    assert_right(spec, MIXED, page_size=page_size, layout="HND" if page_size == 48 else "NHD")
+    if page_size in (16, 48, 192):
+        assert_right(spec, MIXED, [LONG], page_size=page_size, layout="HND" if page_size == 48 else "NHD")
     p, plan, state = solve(spec, ((700, 1300), (700, 2100), (700, 700)), page_size=page_size)
     assert plan.launch.config_of(p.cache).block_n == 96
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (88, 88), (192, 192), (40, 40), (224, 224)])
-def test_features_of_other_widths(head_dim, head_dim_v):
-    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
-    assert_right(replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300), MIXED, page_size=16)
-    assert_right(replace(spec, causal=False, dtype=torch.float16, kv_dtype=torch.float16), MIXED, layout="HND")
+@pytest.mark.parametrize(
+    ("widths", "every", "bound"),
+    in_turn(
+        [((192, 128), True), ((192, 128), False), ((88, 88), True), ((40, 40), False), ((192, 192), True)],
+    ),
+    ids=str,
+)
+def test_features_of_other_widths(widths, every, bound):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": widths[0], "head_dim_v": widths[1]})
+    if every:
+        spec = replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300)
+    else:
+        spec = replace(spec, causal=False, dtype=torch.float16, kv_dtype=torch.float16)
+    assert_right(spec, MIXED, [bound], layout="NHD" if every else "HND")
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 128), (80, 80)])
 def test_sections_of_heads(head_dim, head_dim_v):
-    spec = quire.AttentionSpec(num_q_heads=24, num_kv_heads=12, head_dim=head_dim, head_dim_v=head_dim_v)
-    for lens in (MIXED, ((200, 700), (300, 300))):
-        p, plan, expected = solve(spec, lens, LONG)
-        for heads in (1, 4):
-            cut = make_plan(spec, plan.batch, replace(plan.launch, section_heads=heads), "sections")
-            state = quire.attention(p.q, p.cache, cut, **p.tables, return_lse=True)
-            assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
+    spec = quire.AttentionSpec(**MANY | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    lens = ((200, 700), (300, 300)) if head_dim == 80 else MIXED
+    p, plan, expected = solve(spec, lens, LONG)
+    for heads in (1, 4):
+        cut = make_plan(spec, plan.batch, replace(plan.launch, section_heads=heads), "sections")
+        state = quire.attention(p.q, p.cache, cut, **p.tables, return_lse=True)
+        assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_both_numbers_of_warpgroups(head_dim):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
     for lens in (MIXED, ((200, 700),)):
-        plans = [solve(spec, lens, bound)[1] for bound in (None, LONG)]
+        plans = [make_plan_and_problem(spec, lens, bound)[1] for bound in BOUNDS]
         assert [plan.launch.config.num_warpgroups for plan in plans] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    "heads",
-    [
-        (1, 1),
-        (2, 1),
-        (3, 1),
-        (6, 2),
-        (7, 1),
-        (8, 1),
-        (10, 2),
-        (11, 1),
-        (12, 1),
-        (13, 1),
-        (16, 1),
-        (40, 1),
-        (64, 2),
-        (71, 1),
-    ],
+    ("num_q_heads", "num_kv_heads", "bound"),
+    in_turn(
+        [(1, 1), (2, 1), (3, 1), (8, 1), (11, 1), (12, 1), (16, 1), (40, 1), (64, 2), (71, 1)],
+    ),
 )
-def test_group_sizes(heads):
-    assert_right(quire.AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=64), MIXED)
+def test_group_sizes(num_q_heads, num_kv_heads, bound):
+    """Groups of 5, 7, 9, 10 and 15 are those of `test_work_tiles_with_all_heads_of_a_group`."""
+    assert_right(quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=64), MIXED, [bound])
 
 
 @pytest.mark.parametrize(
@@ -313,86 +364,121 @@ def test_group_sizes(heads):
     ids=str,
 )
 def test_work_tiles_with_all_heads_of_a_group(extra, group_size):
-    """Of ragged batches and of few queries. Some rows of such a work tile have no query."""
+    """Of equal and ragged batches, and of few queries. Some rows of such a work tile have no query."""
     spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": 2 * group_size} | extra)
-    for lens in (((24, 500), (24, 24), (24, 1500)), ((1, 300), (40, 900), (17, 17), (130, 600)), ((9, 4000),)):
-        assert_right(spec, lens)
+    assert_right(spec, ((24, 500), (24, 24), (24, 1500)), [None])
+    if group_size not in (5, 10):
+        assert_right(spec, ((1, 300), (40, 900), (17, 17), (130, 600)), [LONG])
+    if group_size in (3, 9):
+        assert_right(spec, ((9, 4000),), [None])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
+@pytest.mark.parametrize("page_size", [1, 2, 7, 8, 12, 16, 24, 64, 128, 256, 528, 1072])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(page_size, layout):
     assert_right(quire.AttentionSpec(**LLAMA), ((1, 2000), (200, 600), (130, 1003)), page_size=page_size, layout=layout)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize(
     "extra",
     [
         {},
         {"sliding_window": 100},
         {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-        {"dtype": torch.float16},
-        E4M3,
-        {"kv_dtype": torch.int8, "sliding_window": 100},
     ],
     ids=str,
 )
-def test_features_of_gathered_rows(extra, head_dim, page_size):
-    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, page_size=page_size)
+def test_bands_of_gathered_rows(extra, bound, page_size):
+    """One kernel serves them all, for each page size."""
+    assert_right(quire.AttentionSpec(**LLAMA | extra), MIXED, [bound], page_size=page_size)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(16, 16), (24, 200), (80, 80), (192, 128), (256, 64), (88, 256), (192, 192)]
+    ("extra", "head_dim", "bound"),
+    [
+        *(
+            ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, *rest)
+            for rest in ((64, LONG), (128, None))
+        ),
+        ({"sliding_window": 100}, 64, LONG),
+        ({"dtype": torch.float16}, 64, None),
+        (E4M3, 64, None),
+        (E4M3, 128, LONG),
+        ({"kv_dtype": torch.int8, "sliding_window": 100}, 128, None),
+    ],
+    ids=str,
 )
-def test_widths_of_gathered_rows(head_dim, head_dim_v, layout):
-    spec = quire.AttentionSpec(num_q_heads=6, num_kv_heads=3, head_dim=head_dim, head_dim_v=head_dim_v)
-    assert_right(spec, MIXED, layout=layout, page_size=2)
+def test_features_of_gathered_rows(extra, head_dim, bound):
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim} | extra), MIXED, [bound], page_size=1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_quantised_caches(dtype, kv_dtype, head_dim):
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "layout", "bound"),
+    in_turn(
+        [
+            (16, 16, "NHD"),
+            (80, 80, "HND"),
+            (24, 200, "HND"),
+            (192, 128, "NHD"),
+            (256, 256, "NHD"),
+            (88, 256, "HND"),
+            (256, 64, "HND"),
+            (192, 192, "NHD"),
+        ]
+    ),
+)
+def test_widths_of_gathered_rows(head_dim, head_dim_v, layout, bound):
+    spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    assert_right(spec, MIXED, [bound], layout=layout, page_size=1)
+
+
+@pytest.mark.parametrize(
+    *each_pair(
+        kv_dtype=[torch.float8_e4m3fn, torch.float8_e5m2, torch.int8],
+        head_dim=[64, 128],
+        dtype=[torch.bfloat16, torch.float16],
+        plain=[True, False],
+        bound=BOUNDS,
+    ),
+    ids=str,
+)
+def test_quantised_caches(kv_dtype, head_dim, dtype, plain, bound):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "dtype": dtype, "kv_dtype": kv_dtype})
-    assert_right(spec, MIXED, scales="tensor")
-    assert_right(
-        replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300),
-        MIXED,
-        scales="head",
-        layout="HND",
-        page_size=24,
-    )
+    if plain:
+        assert_right(spec, MIXED, [bound], scales="tensor")
+    else:
+        spec = replace(spec, softcap=20.0, alibi=True, sinks=True, sliding_window=300)
+        assert_right(spec, MIXED, [bound], scales="head", layout="HND", page_size=24)
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "lens", "page_size"),
     [
-        {},
-        {"sliding_window": 100},
-        {"causal": False, "sliding_window": 77, "sliding_window_right": 30},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300},
-        {"dtype": torch.float16, "num_q_heads": 14},
+        *(({}, lens, page_size) for lens in (MIXED, FEW) for page_size in (16, 1)),
+        ({"sliding_window": 100}, MIXED, 16),
+        ({"causal": False, "sliding_window": 77, "sliding_window_right": 30}, MIXED, 1),
+        ({"softcap": 20.0, "alibi": True, "sinks": True, "sliding_window": 300}, MIXED, 16),
+        ({"dtype": torch.float16, "num_q_heads": 14}, MIXED, 1),
     ],
-    ids=str,
+    ids=lambda value: "mixed" if value is MIXED else str(value),
 )
-def test_products_in_fp8(extra):
-    spec = quire.AttentionSpec(**LLAMA | {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True} | extra)
-    for lens, page_size in (MIXED, 24), (((700, 5000), (3, 3)), 24), (MIXED, 1):
-        p, plan, state = solve(spec, lens, page_size=page_size)
-        verdict = error_budget(p, state)
-        assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
-        exact = quire.attention(
-            p.q,
-            p.cache,
-            quire.plan(replace(spec, allow_fp8=False), p.batch, **p.bounds, kernel="hopper"),
-            **p.tables,
-            return_lse=True,
-        )
-        assert not torch.equal(state.out, exact.out)
+def test_products_in_fp8(extra, lens, page_size):
+    spec = quire.AttentionSpec(**LLAMA | E4M3 | {"allow_fp8": True} | extra)
+    p, plan, state = solve(spec, lens, page_size=page_size)
+    verdict = error_budget(p, state)
+    assert plan.launch.config.fp8_mma and verdict.passed, (plan, verdict)
+
+
+def test_products_in_fp8_are_only_where_they_are_allowed():
+    states = []
+    for allow_fp8 in (False, True):
+        spec = quire.AttentionSpec(**LLAMA, **E4M3, allow_fp8=allow_fp8)
+        _, plan, state = solve(spec, MIXED)
+        assert plan.launch.config.fp8_mma == allow_fp8
+        states.append(state)
+    assert not torch.equal(states[0].out, states[1].out)
 
 
 def test_sums_of_products_in_fp8_are_float32():
@@ -409,8 +495,14 @@ def test_sums_of_products_in_fp8_are_float32():
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("lens", [((40, 16000),), MIXED, ((200, 130), (70, 0), (0, 90)), ((33, 90000), (40, 900))])
+@pytest.mark.parametrize(
+    ("head_dim", "lens"),
+    [
+        *((128, lens) for lens in (((40, 16000),), MIXED, ((200, 130), (70, 0), (0, 90)), ((33, 90000), (40, 900)))),
+        *((64, lens) for lens in (((40, 16000),), MIXED)),
+        *((256, lens) for lens in (((200, 130), (70, 0), (0, 90)), MIXED)),
+    ],
+)
 def test_a_sink_of_minus_infinity_is_no_key(lens, head_dim):
     """Keys are split, whole, or cut. Rows see no key in one of the parts, or none at all."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "sinks": True})
@@ -421,43 +513,44 @@ def test_a_sink_of_minus_infinity_is_no_key(lens, head_dim):
     assert verdict.passed, (plan, verdict)
 
 
+CHUNK = ((64, 16384),)
+OTHER_QUERIES = ((33, 3000), (70, 1100), (1, 9), (0, 50))
+OTHER_KEYS = ((64, 9000), (1, 7000), (20, 0), (0, 40))
+
+
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "page_size", "lens"),
     [
-        {},
-        {"sinks": True, "softcap": 20.0, "alibi": True},
-        {"sliding_window": 700},
-        {"causal": False},
-        {"head_dim": 64, "sinks": True},
-        {"dtype": torch.float16},
-        {"head_dim": 256},
-        {"head_dim": 192, "head_dim_v": 128},
-        {"head_dim": 80},
-        E4M3,
-        E4M3 | {"allow_fp8": True},
-        {"num_q_heads": 12},
-        {"head_dim": 512, "sinks": True},
+        *(({}, page_size, lens) for page_size in (16, 1) for lens in (CHUNK, OTHER_QUERIES, OTHER_KEYS)),
+        ({"sinks": True, "softcap": 20.0, "alibi": True}, 16, OTHER_QUERIES),
+        ({"sliding_window": 700}, 16, CHUNK),
+        ({"sliding_window": 700}, 1, OTHER_KEYS),
+        ({"causal": False}, 16, OTHER_KEYS),
+        ({"causal": False}, 1, CHUNK),
+        ({"head_dim": 64, "sinks": True}, 16, CHUNK),
+        ({"head_dim": 64, "sinks": True}, 1, CHUNK),
+        ({"dtype": torch.float16}, 16, OTHER_KEYS),
+        ({"head_dim": 256}, 16, OTHER_QUERIES),
+        ({"head_dim": 192, "head_dim_v": 128}, 16, CHUNK),
+        ({"head_dim": 80}, 1, CHUNK),
+        (E4M3, 16, CHUNK),
+        (E4M3, 1, OTHER_QUERIES),
+        (E4M3 | {"allow_fp8": True}, 16, OTHER_KEYS),
+        (E4M3 | {"allow_fp8": True}, 1, CHUNK),
+        ({"num_q_heads": 12}, 16, OTHER_QUERIES),
+        ({"head_dim": 512, "sinks": True}, 16, OTHER_KEYS),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize(
-    ("lens", "bounds"),
-    [
-        (((64, 16384),), {}),
-        (((33, 3000), (70, 1100), (1, 9), (0, 50)), {"num_tokens": None}),
-        (((64, 9000), (1, 7000), (20, 0), (0, 40)), {}),
-    ],
-    ids=str,
-)
-def test_splits(lens, bounds, extra, page_size):
+def test_splits(lens, extra, page_size):
     """Among them: a sequence with fewer tiles than splits, one without queries, and windows that leave splits empty.
 
     The host may know that sequences differ in their numbers of queries.
     """
     spec = quire.AttentionSpec(**LLAMA | extra)
     p = make_problem(spec, lens, device="cuda", page_size=page_size)
-    plan = quire.plan(spec, p.batch, **p.bounds | bounds, kernel="hopper")
+    bounds = p.bounds | ({"num_tokens": None} if lens is OTHER_QUERIES else {})
+    plan = quire.plan(spec, p.batch, **bounds, kernel="hopper")
     assert plan.launch.num_splits > 1 and plan.launch.decode is None, plan
     first = None
     for _ in range(20):
@@ -471,7 +564,7 @@ def test_splits(lens, bounds, extra, page_size):
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"head_dim": 64, "sinks": True}, {"sliding_window": 6000, "softcap": 20.0}, {"head_dim": 192}, E4M3],
+    [{}, {"head_dim": 64, "sinks": True}, {"sliding_window": 6000, "softcap": 20.0}, E4M3],
     ids=str,
 )
 @pytest.mark.parametrize("lens", [((300, 20000),), ((150, 20000), (60, 900))], ids=str)
@@ -561,23 +654,21 @@ def test_a_captured_graph_of_cuts_follows_lengths_that_change_in_place(short):
         torch.testing.assert_close(state.lse, expected.lse, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("page_size", [16, 3])
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "page_size", "decoding"),
     [
-        {},
-        {"sinks": True, "softcap": 20.0},
-        {"head_dim": 64, "sliding_window": 500},
-        {"head_dim": 256},
-        {"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80},
+        *(({}, page_size, decoding) for page_size in (16, 3) for decoding in (30, 150)),
+        ({"sinks": True, "softcap": 20.0}, 3, 30),
+        ({"head_dim": 64, "sliding_window": 500}, 16, 150),
+        ({"head_dim": 256}, 16, 30),
+        ({"num_q_heads": 48, "num_kv_heads": 16, "head_dim": 80}, 3, 150),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("decoding", [30, 150])
 def test_programs_take_work_tiles_of_mixed_batches_from_both_ends(extra, decoding, page_size):
     """There are more of them than programs. Runs have the same bits, and the counter is 0 after each."""
     spec = quire.AttentionSpec(**MANY | extra)
-    lens = (*((1, 3900 - 25 * i) for i in range(decoding)), (700, 700), (20, 2000), (300, 1100), (0, 9))
+    lens = (*((1, 3900 // (1 + i % 10)) for i in range(decoding)), (700, 700), (20, 2000), (300, 1100), (0, 9))
     p, plan, first = solve(spec, lens, page_size=page_size)
     num_tokens = p.q.shape[0]
     assert plan.launch.decode is None
@@ -595,9 +686,9 @@ def test_scales_of_tokens_go_to_the_portable_kernel():
     assert_right(quire.AttentionSpec(**LLAMA, kv_dtype=torch.float8_e4m3fn), MIXED, scales="token")
 
 
-@pytest.mark.parametrize("page_size", [16, 1, 3])
-def test_a_flat_table(page_size):
-    assert_right(quire.AttentionSpec(**LLAMA), MIXED, flat_table=True, page_size=page_size)
+@pytest.mark.parametrize(("page_size", "bound"), [(16, None), (1, LONG)])
+def test_a_flat_table(page_size, bound):
+    assert_right(quire.AttentionSpec(**LLAMA), MIXED, [bound], flat_table=True, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 1])
@@ -655,56 +746,64 @@ def test_query_offsets():
     torch.testing.assert_close(first.lse, second.lse)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sight", SIGHTS)
-def test_every_kind_of_interval(sight, head_dim):
+@pytest.mark.parametrize(*each_pair(sight=[*SIGHTS], head_dim=[64, 128, 256], bound=BOUNDS), ids=str)
+def test_every_kind_of_interval(sight, head_dim, bound):
     """MIXED has decoding sequences too, which the decode launch serves. Slots that no row sees hold NaN."""
-    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, per_token=SIGHTS[sight])
+    assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), MIXED, [bound], per_token=SIGHTS[sight])
 
 
-@pytest.mark.parametrize("sight", ["images", "anywhere"])
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "page_size", "bound"),
     [
-        {"causal": False},
-        {"softcap": 20.0},
-        {"sinks": True},
-        {"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16},
-        {"head_dim": 192, "head_dim_v": 128},
-        {"head_dim": 80},
-        {"num_q_heads": 2},  # a work tile has one head, and row blocks of 64 or 128 queries
-        {"num_q_heads": 6},
-        {"num_q_heads": 10},
-        {"num_q_heads": 32},
-        E4M3,
-        E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True},
-        {"kv_dtype": torch.float8_e5m2, "head_dim": 64},
-        {"kv_dtype": torch.int8, "dtype": torch.float16},
+        ({"causal": False}, 16, None),
+        ({"softcap": 20.0}, 1, LONG),
+        ({"sinks": True}, 16, LONG),
+        ({"softcap": 20.0, "alibi": True, "sinks": True, "dtype": torch.float16}, 1, None),
+        ({"head_dim": 192, "head_dim_v": 128}, 1, LONG),
+        ({"head_dim": 80}, 16, LONG),
+        ({"num_q_heads": 2}, 16, None),  # a work tile has one head, and row blocks of 64 or 128 queries
+        ({"num_q_heads": 6}, 1, LONG),
+        (E4M3, 16, None),
+        (E4M3 | {"softcap": 20.0, "alibi": True, "sinks": True}, 16, None),
+        ({"kv_dtype": torch.float8_e5m2, "head_dim": 64}, 1, None),
+        ({"kv_dtype": torch.int8, "dtype": torch.float16}, 16, None),
     ],
     ids=str,
 )
-def test_features_with_intervals(extra, sight):
-    spec = quire.AttentionSpec(**LLAMA | extra)
-    for page_size in (24, 1):
-        assert_right(spec, MIXED, per_token=SIGHTS[sight], page_size=page_size)
+def test_features_with_intervals(extra, page_size, bound):
+    for sight in ("images", "anywhere"):
+        spec = quire.AttentionSpec(**LLAMA | extra)
+        assert_right(spec, MIXED, [bound], per_token=SIGHTS[sight], page_size=page_size)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 128, 528])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_pages_with_intervals(page_size, layout):
+@pytest.mark.parametrize(
+    ("page_size", "bound", "flat_table", "layout"),
+    [
+        *((1, LONG, False, layout) for layout in ("NHD", "HND")),
+        (1, None, True, "NHD"),
+        (3, None, False, "HND"),
+        (8, None, False, "NHD"),
+        *((16, LONG, False, layout) for layout in ("NHD", "HND")),
+        (16, None, True, "HND"),
+        (128, LONG, False, "NHD"),
+        (528, LONG, False, "HND"),
+    ],
+)
+def test_pages_with_intervals(page_size, bound, flat_table, layout):
     for sight in ("chunks", "anywhere"):
         assert_right(
             quire.AttentionSpec(**LLAMA),
             ((1, 2000), (200, 600), (130, 1003)),
+            [bound],
             per_token=SIGHTS[sight],
             page_size=page_size,
             layout=layout,
-            flat_table=layout == "HND",
+            flat_table=flat_table,
         )
 
 
 @pytest.mark.parametrize("sight", ["images", "short chunks", "anywhere"])
-@pytest.mark.parametrize("page_size", [24, 1])
+@pytest.mark.parametrize("page_size", [16, 1])
 def test_products_in_fp8_with_intervals(page_size, sight):
     spec = quire.AttentionSpec(**LLAMA, **E4M3, allow_fp8=True)
     p, plan, state = solve(spec, MIXED, page_size=page_size, per_token=SIGHTS[sight])
@@ -727,25 +826,30 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(bound, extra):
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 256}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
-def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size):
+@pytest.mark.parametrize("window", [None, 600])  # a shorter window has tiles of its own, as short contexts have
+@pytest.mark.parametrize(
+    ("extra", "page_size", "bound"),
+    [
+        ({}, 16, None),
+        ({}, 1, LONG),
+        ({"head_dim": 256}, 16, LONG),
+        (E4M3, 16, None),
+        (E4M3 | {"allow_fp8": True}, 1, None),
+    ],
+    ids=str,
+)
+def test_a_band_as_intervals_has_the_bits_of_the_band(extra, page_size, window, bound):
     """Its tiles, their order and its arithmetic are those of the band, where no keys are cut."""
-    lens = ((300, 900), (129, 1500), (0, 50), (33, 33), (31, 129), (200, 1400))
-    for window in (None, 600):  # a shorter window has tiles of its own, as short contexts have
-        spec = quire.AttentionSpec(**MANY | extra, sliding_window=window)
-        for bound in (None, LONG):
-            p, plan, band = solve(spec, lens, bound, page_size=page_size)
-            n = p.q.shape[0]
-            seen = (
-                intervals.causal(plan.batch, n) if window is None else intervals.sliding_window(plan.batch, n, window)
-            )
-            same = quire.plan(
-                replace(spec, sliding_window=None), seen, **p.bounds | {"max_seq_len": bound or 1500}, kernel="hopper"
-            )
-            assert same.launch.config == plan.launch.config
-            state = quire.attention(p.q, p.cache, same, return_lse=True)
-            assert torch.equal(state.out, band.out) and torch.equal(state.lse, band.lse)
+    lens = ((300, 900), (129, 1500), (0, 50), (33, 33), (31, 129), (200, 1400)) * 4
+    spec = quire.AttentionSpec(**LLAMA | extra, sliding_window=window)
+    p, plan, band = solve(spec, lens, bound, page_size=page_size)
+    n = p.q.shape[0]
+    seen = intervals.causal(plan.batch, n) if window is None else intervals.sliding_window(plan.batch, n, window)
+    bounds = p.bounds | {"max_seq_len": bound or 1500}
+    same = quire.plan(replace(spec, sliding_window=None), seen, **bounds, kernel="hopper")
+    assert same.launch.config == plan.launch.config
+    state = quire.attention(p.q, p.cache, same, return_lse=True)
+    assert torch.equal(state.out, band.out) and torch.equal(state.lse, band.lse)
 
 
 @pytest.mark.parametrize("extra", [{}, {"sinks": True}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
@@ -773,8 +877,18 @@ def test_rows_that_see_nothing_are_zero(lens, extra):
 
 
 @pytest.mark.parametrize("sight", ["chunks", "images", "anywhere"])
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 64, "sinks": True}, E4M3, E4M3 | {"allow_fp8": True}], ids=str)
-@pytest.mark.parametrize("page_size", [16, 1])
+@pytest.mark.parametrize(
+    ("extra", "page_size"),
+    [
+        ({}, 16),
+        ({}, 1),
+        ({"head_dim": 64, "sinks": True}, 1),
+        (E4M3, 16),
+        (E4M3 | {"allow_fp8": True}, 16),
+        (E4M3 | {"allow_fp8": True}, 1),
+    ],
+    ids=str,
+)
 def test_splits_with_intervals(page_size, extra, sight):
     """Most splits of chunks are empty."""
 
@@ -934,9 +1048,10 @@ def test_what_it_does_not_serve_is_named(options, words):
     assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
 
 
-@pytest.mark.parametrize("seed", range(30))  # a test for each: most compile a kernel, and processes share them
+@pytest.mark.parametrize("seed", range(12))  # a test for each: each compiles a kernel, and processes share them
 def test_whole_space(seed):
     draw = random.Random(seed)
+    bound = draw.choice(BOUNDS)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])
     spec = quire.AttentionSpec(
         num_q_heads=kv_heads * draw.randint(1, 9),
@@ -955,6 +1070,7 @@ def test_whole_space(seed):
     assert_right(
         spec,
         lens,
+        [bound],
         page_size=draw.choice([draw.randint(1, 7), 8 * draw.randint(1, 20)]),
         layout=draw.choice(["NHD", "HND"]),
         flat_table=draw.choice([True, False]),
@@ -968,25 +1084,20 @@ def test_more_sequences_than_are_looked_at_at_once():
 
 
 INVARIANT = [
-    {},
-    {"num_q_heads": 28, "num_kv_heads": 4, "sliding_window": 700},
-    {"head_dim": 64, "dtype": torch.float16, "alibi": True},
-    {"head_dim": 80, "softcap": 20.0, "sinks": True},
-    {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128},
-    {"num_q_heads": 16, "num_kv_heads": 1},
-    {"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True},
-    {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512},
-    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 384, "softcap": 20.0},
-    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 512, "head_dim_v": 256, "sliding_window": 700},
-    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "head_dim_v": 512},
-    {"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224, "sinks": True},
-    {"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 144, "softcap": 20.0},
-    {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320},
+    ({}, 16),
+    ({"num_q_heads": 28, "num_kv_heads": 4, "sliding_window": 700}, 1),
+    ({"head_dim": 64, "dtype": torch.float16}, 16),
+    ({"head_dim": 80, "softcap": 20.0, "sinks": True}, 1),
+    ({"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 192, "head_dim_v": 128}, 16),
+    ({"num_q_heads": 16, "num_kv_heads": 1, "alibi": True}, 16),
+    ({"num_q_heads": 16, "num_kv_heads": 8, "head_dim": 256, "sinks": True}, 1),
+    ({"num_q_heads": 16, "num_kv_heads": 4, "head_dim": 224, "sinks": True, "softcap": 20.0}, 16),
+    ({"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, 1),
+    ({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 192, "head_dim_v": 320, "softcap": 20.0}, 16),
 ]
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("extra", INVARIANT, ids=str)
+@pytest.mark.parametrize(("extra", "page_size"), INVARIANT, ids=str)
 def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, page_size):
     """Decode multiplies 16 rows by mma.sync, this kernel 64 by wgmma. Batch-invariant plans rely on equal bits."""
     spec = quire.AttentionSpec(**{**LLAMA, "dtype": torch.bfloat16, **extra})
@@ -1010,10 +1121,14 @@ def test_a_token_has_the_same_bits_by_decode_drafts_chunks_and_prompts(extra, pa
     assert "split_kv" in seen
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(
-    "extra",
-    [{}, {"head_dim": 64, "sinks": True}, {"num_q_heads": 16, "head_dim": 256}, {"num_q_heads": 28, "softcap": 20.0}],
+    ("extra", "kv_dtype"),
+    [
+        ({}, torch.float8_e4m3fn),
+        ({"head_dim": 64, "sinks": True}, torch.float8_e5m2),
+        ({"num_q_heads": 16, "head_dim": 256}, torch.float8_e4m3fn),
+        ({"num_q_heads": 28, "softcap": 20.0}, torch.float8_e4m3fn),
+    ],
     ids=str,
 )
 def test_a_token_has_the_same_bits_by_decode_drafts_and_prompts_on_fp8_numbers_in_pairs(extra, kv_dtype):

@@ -26,12 +26,12 @@ def assert_right(spec, lens, options=None, **problem):
     assert verdict.passed, (plan, verdict)
 
 
-@pytest.mark.parametrize("num_q_heads", [1, 8, 16, 40, 128])
+@pytest.mark.parametrize("num_q_heads", [1, 16, 40, 128])
 def test_heads(num_q_heads):
     assert_right(mla(num_q_heads), MIXED, page_size=64)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 528])
+@pytest.mark.parametrize("page_size", [1, 48, 64, 528])
 def test_pages(page_size):
     assert_right(mla(), MIXED, page_size=page_size)
 
@@ -61,7 +61,7 @@ def test_records(dtype, num_q_heads):
     ids=str,
 )
 def test_features(fields):
-    assert_right(mla(**fields), MIXED, page_size=32)
+    assert_right(mla(**fields), MIXED, page_size=64)
 
 
 @pytest.mark.parametrize("num_q_heads", [16, 128])

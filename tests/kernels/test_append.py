@@ -182,7 +182,7 @@ def test_new_keys_and_values_of_any_dtype_go_into_a_quantised_cache(dtypes, devi
 
 
 @pytest.mark.slow
-@settings(max_examples=25 if torch.cuda.is_available() else 12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):
     draw = data.draw

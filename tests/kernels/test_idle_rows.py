@@ -12,6 +12,7 @@ SCRIPT = """
 import contextlib, dataclasses, sys, torch, quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
+from quire.dispatch.device import device_properties
 from quire.testing import error_budget, make_problem
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +55,7 @@ CASES = {  # kernel, spec, what `make_problem` and `plan` get besides
 for name, (kernel, spec, made, options) in CASES.items():
     spec = quire.AttentionSpec(**spec) if isinstance(spec, dict) else spec
     for_hopper = "kernel" in options
-    if for_hopper and device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+    if for_hopper and device == "cuda" and not device_properties(torch.device(device)).has_wgmma:
         continue
     for page in (-1, 1 << 30):
         print(name, page, flush=True)

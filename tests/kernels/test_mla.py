@@ -266,7 +266,7 @@ def test_no_family_takes_what_is_another_s():
     dense = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=32)
     assert decide(latent, Options())[0].name == "mla"
     assert decide(dataclasses.replace(latent, spec=dense), Options())[0].name != "mla"
-    with pytest.raises(quire.UnsupportedError, match="which does not serve keys and values that are no latents"):
+    with pytest.raises(quire.UnsupportedError, match="which does not serve keys and values that aren't latents"):
         decide(dataclasses.replace(latent, spec=dense), Options(kernel="mla"))
     with pytest.raises(quire.UnsupportedError, match="which does not serve latents"):
         decide(latent, Options(kernel="portable"))

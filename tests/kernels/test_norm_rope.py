@@ -215,7 +215,7 @@ def test_what_a_rotation_needs_is_named(device):
 
 
 @pytest.mark.slow
-@settings(max_examples=12 if torch.cuda.is_available() else 8, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_whole_space(device, options, data):
     draw = data.draw

@@ -11,7 +11,7 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.testing import Problem, error_budget, make_problem, unwritten
-from tests.extended import some_extended
+from tests.extended import extended, some_extended
 
 E4M3 = torch.float8_e4m3fn
 MIXED = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0), (2, 17))
@@ -122,7 +122,7 @@ def test_results_are_not_rounded_to_16_bits_first(device):
 
 @pytest.mark.slow
 @pytest.mark.triton
-@pytest.mark.parametrize("case", ["decode", "drafts"])
+@pytest.mark.parametrize("case", [extended("decode"), "drafts"])
 def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
     from quire.dispatch.tree import forget_trees
     from quire.kernels.split_kv import launch as split_kv

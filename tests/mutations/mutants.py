@@ -391,7 +391,7 @@ IN_INTERPRETER = {
         "kernels/mods.py",
         ".to(tl.float32) * 256.0",
         ".to(tl.float32) * 128.0",
-        ATTENTION + "quantised_caches[dtype0-kv_dtype0-tensor]",
+        ATTENTION + "quantised_caches[tensor-torch.float8_e4m3fn-torch.float16]",
     ),
     # write_latent.py
     "rotary columns over the latent": Mutant(
@@ -638,7 +638,7 @@ OUTSIDE = {
         "kernels/cpu/attention.py",
         "v * v_scale[..., None]",
         "v * k_scale[..., None]",
-        ATTENTION + "quantised_caches[dtype0-kv_dtype0-token]",
+        ATTENTION + "quantised_caches[token-torch.float8_e4m3fn-torch.float32]",
     ),
     "CPU: an lse of +inf taken for a weight": Mutant(
         "kernels/cpu/combine.py",

@@ -1,4 +1,4 @@
-"""The `quire` command: doctor, generate, check, env, replay, and bench and tune where quire-tools is installed."""
+"""The `quire` command: its commands, of which bench and tune come with quire-tools."""
 
 import argparse
 import sys
@@ -13,22 +13,24 @@ from quire.cli.streams import allow_any_encoding, discard_output
 from quire.version import commit
 
 COMMANDS = {
-    "doctor": "say whether this machine is fit, and what to do if not",
+    "doctor": "say whether this machine can run Quire, and what to do if not",
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
     "bench": "time attention next to other libraries (in quire-tools)",
     "tune": "fit the decision tree of plans to this GPU (in quire-tools)",
+    "warmup": "compile a server's kernels, and export them",
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
 }
 OF_TOOLS = "bench", "tune"  # commands of the package quire_tools, which is another distribution
 EXAMPLES = """examples:
-  quire doctor                          # is this machine fit?
+  quire doctor                          # can this machine run Quire?
   quire generate --model src/quire/demo_model     # in a clone: the demo model continues a few prompts
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench run --quick               # time Quire and the other libraries installed here
   quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
+  quire warmup --export DIR --limits 64 8192 8192 --spec num_q_heads=32 num_kv_heads=8 head_dim=128  # for a server
   quire env                             # what is installed, and what a plan chooses on this device and why
   quire replay call.quire               # run a call that quire.debug.record wrote to a file
 
@@ -75,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; of the commands, import only the one that is named."""
     parser = argparse.ArgumentParser(
         prog="quire",
-        description="Paged attention for LLM inference, in Python and Triton alone.",
+        description="Paged attention for LLM inference, in Python and Triton.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

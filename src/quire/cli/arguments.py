@@ -2,8 +2,13 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
+
+import torch
+
+from quire.dispatch.device import OVERRIDE
 
 TOOLS = ". ./tools (in a clone of Quire)"  # brings the commands `bench` and `tune`, and the packages that they need
 
@@ -65,6 +70,39 @@ def check_seed(args: argparse.Namespace) -> None:
     """Raise CommandError if there is a seed without a grid."""
     if args.seed is not None and args.grid is None:
         raise CommandError(f"--seed must be given with --grid, got {args.seed} alone; add --grid N")
+
+
+def add_card(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Add --as, which names an older card whose code runs here."""
+    parser.add_argument(
+        "--as",
+        dest="card",
+        metavar="CARD",
+        help="compile for an older card (sm80, sm86 or sm89) and run its code on this GPU; no time is that card's",
+    )
+
+
+def run_code_of(card: str | None) -> None:
+    """Let this process, and those that it starts, compile for an older card, if there is one, and run its code here.
+
+    Nothing may have been planned or compiled before.
+
+    Raises:
+        CommandError: there is no GPU, or it does not run that card's code.
+    """
+    if card is None:
+        return
+    if not torch.cuda.is_available():
+        raise CommandError(
+            "--as must have a GPU that runs the code, got none; quire bench roofline --as compiles it without one"
+        )
+    from quire.targets import this_gpu
+
+    try:
+        this_gpu().running(card, "--as")
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    os.environ[OVERRIDE] = card
 
 
 def whole_number(least: int) -> Callable[[str], int]:

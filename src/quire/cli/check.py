@@ -19,7 +19,7 @@ from quire.api import attention, merge_states, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.cli import check_grid
-from quire.cli.arguments import CommandError, add_grid, check_seed
+from quire.cli.arguments import CommandError, add_card, add_grid, check_seed, run_code_of
 from quire.cli.check_features import (
     FEATURES,
     HEADS,
@@ -43,6 +43,7 @@ EXAMPLES = """examples:
   quire check --dtype float16 --fail-fast
   quire check --json > check.json
   quire check --grid 200 --seed 1       # cases drawn at random
+  quire check --as sm86                 # the kernels that an older card gets, on this GPU
   TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes about a minute
 """
 OTHER_CHECKS = 3  # that come before those of the features, for each dtype
@@ -66,11 +67,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     add_grid(parser, "check")
+    add_card(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 when a check failed. An interrupt prints what was checked so far."""
+    run_code_of(args.card)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_seed(args)
     dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
@@ -121,7 +124,11 @@ def as_numbers(check: dict[str, Any]) -> dict[str, Any]:
 
 def heading(device: torch.device, width: int) -> str:
     """Return the device and the titles of the columns."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    name = "CPU"
+    if device.type == "cuda":
+        from quire.targets import title_here  # here, since it needs Triton
+
+        name = title_here()
     columns = f"{'kernel':20} {'dtype':9} {'feature':{width}} {'error':>9} {'of budget':>9}"
     return f"{name}, Triton interpreter\n{columns}" if interprets() else f"{name}\n{columns}"
 

@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 
+from quire import log
 from quire.cli.arguments import triton_package
 from quire.cli.doctor_versions import check_versions
 from quire.cli.env import plan_for
@@ -32,6 +33,7 @@ from quire.spec import AttentionSpec
 
 EXAMPLES = """examples:
   quire doctor
+  QUIRE_LOG=plan quire doctor           # the whole of each decision; programs that use Quire print theirs, too
   quire doctor --interpret              # run the Triton kernels on the CPU, in Triton's interpreter; takes some seconds
 """
 PAGE = "https://pytorch.org/get-started/locally/ says from which index to install a build for"
@@ -79,7 +81,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; the exit code is 1 when this machine is not fit."""
+    """Run the command; the exit code is 1 when this machine can't run Quire."""
     counts = dict.fromkeys(("ok", "warn", "FAIL"), 0)
     with StatusLine() as status:
         for finding in examine(args.interpret, status):
@@ -88,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     problems, remarks = counts["FAIL"], counts["warn"]
     also = f" {count(remarks, 'line')} above say what works in part." if remarks else ""
     if problems:
-        print(f"This machine is not fit for Quire: {count(problems, 'problem')}.{also}")
+        print(f"This machine can't run Quire: {count(problems, 'problem')}.{also}")
         return 1
-    print(f"This machine is fit for Quire.{also}")
+    print(f"This machine can run Quire.{also}")
     return 0
 
 
@@ -135,7 +137,7 @@ def check_device() -> Iterator[Finding]:
         yield Finding("ok", "There is no GPU here. PyTorch serves CPU tensors, which is meant for tests.")
         return
     built = torch.version.cuda or torch.version.hip
-    reason = f"is built for {built}, which this driver may not serve" if built else "is built for the CPU alone"
+    reason = f"is built for {built}, which this driver may not serve" if built else "is built for CPUs only"
     vendor, advice = driver
     yield Finding(
         "FAIL",
@@ -197,7 +199,8 @@ def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
     if is_interpreted and not HAS_TRITON:
         yield Finding("FAIL", f"There is no Triton, nor its interpreter. Run: pip install {triton_package()}")
         return
-    environment = os.environ | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {})
+    environment = os.environ | {log.VARIABLE: ""}  # its last message says what went wrong
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if is_interpreted else {}
     status("starting a process that compiles and runs kernels")
     begun = 0
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as messages:

@@ -1,16 +1,20 @@
-"""`quire env`: the installed versions, the properties of the device, and the plans of typical batches, with reasons."""
+"""`quire env`: installed versions, the device, Quire's variables, and the plans of typical batches, with reasons."""
 
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from quire import log
 from quire.batch import Batch
 from quire.dispatch.device import device_properties, is_served_by_torch
+from quire.dispatch.tree_file import VARIABLE as TREES
+from quire.kernels.ranges import VARIABLE as RANGES
 from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
 from quire.version import commit
@@ -20,6 +24,11 @@ EXAMPLES = """examples:
   quire env --verbose                   # for a bug report: what torch says of the system as well
   quire env --json | jq .device
 """
+VARIABLES = {
+    log.VARIABLE: "not set; plan, launch or all says each decision once, on standard error",
+    RANGES: "not set; 1 gives launches NVTX ranges",
+    TREES: "not set; names the folder of the user's trees",
+}
 PACKAGES = ("quire", "torch", "triton", "transformers", "numpy")
 TYPICAL_BATCHES = {  # (query length, sequence length) of each sequence
     "decode, 32 sequences of 2,048": ((1, 2048),) * 32,
@@ -66,7 +75,11 @@ def describe() -> dict[str, dict[str, Any]]:
     """Collect what the command prints. Where PyTorch serves, no plan depends on properties of the device."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if gpu else f"{platform.machine()} CPU"
+    name = f"{platform.machine()} CPU"
+    if gpu:
+        from quire.targets import title_here  # here, since it needs Triton
+
+        name = title_here()
     dtype = torch.bfloat16 if gpu else torch.float32
     spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, dtype=dtype)
     plans = {title: str(plan_for(spec, lens, device)) for title, lens in TYPICAL_BATCHES.items()}
@@ -74,6 +87,7 @@ def describe() -> dict[str, dict[str, Any]]:
     return {
         "versions": {"python": platform.python_version(), "commit of quire": commit()} | found,
         "device": {"name": name} | ({} if is_served_by_torch(device) else asdict(device_properties(device))),
+        "environment": {name: os.environ.get(name) or words for name, words in VARIABLES.items()},
         "plans": {"spec": f"32 query heads over 8 KV heads of 128, {dtype}".replace("torch.", "")} | plans,
     }
 

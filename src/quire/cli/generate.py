@@ -279,7 +279,7 @@ def compare(
     for i, position in different:
         console.print(
             f"[red]different[/red] from eager attention: prompt {i} from token {position} on; "
-            "in half precision near ties may round apart"
+            "in half precision, near ties may round differently"
         )
     return 1
 

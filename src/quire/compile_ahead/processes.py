@@ -158,7 +158,9 @@ def start(job: bytes, answer: Any = subprocess.DEVNULL) -> "subprocess.Popen[byt
         job: what `pickled` returned.
         answer: a file for its output.
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    from quire.triton_internals import cache_folder
+
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache_folder())}
     with tempfile.TemporaryFile() as file:
         file.write(job)
         file.seek(0)

@@ -5,15 +5,18 @@
 """
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from quire import log
 from quire.cache import PagedKVCache
 from quire.checks.limits import check_limits, check_what_launches
 from quire.checks.norm_rope import check_norm_rope_alone
-from quire.compile_ahead import processes
+from quire.compile_ahead import exported, processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
 from quire.compile_ahead.launches import distinct_launches
 from quire.dispatch.device import HAS_TRITON, device_properties, interprets, is_served_by_torch
@@ -90,6 +93,7 @@ def warmup(
     append: bool = False,
     rope: Rope | None = None,
     qk_norm: QKNorm | None = None,
+    kernels: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Compile and load the write kernel and every attention kernel that batches within the bounds can need.
@@ -127,6 +131,9 @@ def warmup(
         rope: as `quire.attention` is given it, but for positions, which may be any number; only with `append`. The
             dtypes, the strides and the width of its tables decide what is compiled.
         qk_norm: as `quire.attention` is given it; only with `append`.
+        kernels: a folder that `quire warmup --export` wrote; what it has is loaded and not compiled. Where it was made
+            for another Triton, target or Quire, a warning says so, and all is compiled. When not given, the folder that
+            the variable QUIRE_KERNELS names, if it is set.
         progress: called with the description of each launch before it is compiled, for instance `print`.
 
     Returns:
@@ -152,7 +159,7 @@ def warmup(
     norm_rope: dict[str, Any] = check_norm_rope_alone(rope, qk_norm, cache)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be a function, got {describe(progress)}; pass print, for instance")
-    device = cache.device
+    device, folder = cache.device, exported.folder_of(kernels)
     if is_served_by_torch(device):
         return []
     from quire.kernels.launcher import compile_together
@@ -161,6 +168,7 @@ def warmup(
     blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
     warm_up = blank.with_launches(distinct_launches(*bounds))
     names: list[str] = []
+    began = time.perf_counter()
 
     def report(name: str) -> None:
         names.append(name)
@@ -168,10 +176,17 @@ def warmup(
             progress(name)
 
     with processes.finished(bounds):
+        exported.load(folder, device)
         with contextlib.ExitStack() as helpers, compile_together(device) as num_missing:
             warm_up.run(report)
-            helpers.enter_context(processes.helping(warm_up, processes.num_helpers(num_missing())))
+            missing = num_missing()
+            helpers.enter_context(processes.helping(warm_up, processes.num_helpers(missing)))
         warm_up.run()  # which loads them
+    if log.is_on(log.START):
+        took = f"{time.perf_counter() - began:.1f} s"
+        log.START.debug(
+            "warm-up of %s: %d launches in %s, %d kernels were missing", log.words_of(spec), len(names), took, missing
+        )
     return names
 
 
@@ -192,6 +207,7 @@ def begin_warmup(
     out_scale: bool = False,
     per_head_dtype: torch.dtype | None = None,
     append: bool = False,
+    kernels: str | os.PathLike[str] | None = None,
 ) -> None:
     """Start a process that compiles the kernels of a later `warmup`. The cache need not exist yet.
 
@@ -215,6 +231,7 @@ def begin_warmup(
         out_scale: whether `quire.attention` is given one.
         per_head_dtype: dtype of `sinks` and `alibi_slopes`.
         append: whether `quire.attention` is given the step's keys and values.
+        kernels: a folder that `quire warmup --export` wrote, which is loaded before the process starts.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -231,8 +248,12 @@ def begin_warmup(
         spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
+    folder = exported.folder_of(kernels)
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
         blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
+        exported.load(folder, where)
+        if log.is_on(log.START):
+            log.say_once(log.START, f"begin_warmup of {log.words_of(spec)}, in a process")
         processes.begin(blank, (spec, device_properties(where), *limits), where)
 
 

@@ -1,9 +1,10 @@
 """`DeviceProperties`: the limits and features that a device reports. Nothing is decided by a device's name."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ HAS_TRITON = find_spec("triton") is not None
 # Triton's compiler makes one FMA of a product and a sum. It is the default until 3.9 and not from 3.10 on. It decides
 # the bits of results and the speed (docs/notes/fusion.md).
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
+# Triton's variable: a card, such as sm86, whose code it makes in place of the GPU's own. Plans follow it.
+OVERRIDE = "TRITON_OVERRIDE_ARCH"
+# Cards whose code newer NVIDIA GPUs run, and the bytes of shared memory that one program may use there.
+OLDER_CARDS = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm89": 99 * 1024}
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,47 @@ def _read(device: torch.device) -> DeviceProperties:
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
-        facts = properties.multi_processor_count, shared_memory, memory_gbps(torch.cuda.current_device())
-        return properties_of(current_target(), *facts)
+        target, gbps = current_target(), memory_gbps(torch.cuda.current_device())
+    if card := card_in_place_of(target):
+        target, shared_memory = older_card(card, target, shared_memory)
+    return properties_of(target, properties.multi_processor_count, shared_memory, gbps)
+
+
+def card_in_place_of(target: Any) -> str | None:
+    """Return the card whose code Triton makes for a GPU in place of the GPU's own; None if it makes the GPU's own.
+
+    The first compilation of a process decides it: what Triton and plans keep in memory is not kept by it. Where sm121
+    gets the code of sm120, its kin, plans are the GPU's own.
+    """
+    card = os.environ.get(OVERRIDE)
+    if not card or target.backend != "cuda":
+        return None
+    is_kin = card not in OLDER_CARDS and card[:-1] == f"sm{target.arch // 10}"
+    return None if is_kin or card == f"sm{target.arch}" else card
+
+
+def older_card(card: str, target: Any, shared_memory: int, argument: str = OVERRIDE) -> tuple[Any, int]:
+    """Return the compiler's target, and the shared memory of a program, of a card whose code a GPU runs.
+
+    Args:
+        card: a key of OLDER_CARDS.
+        target: of the GPU that runs the code.
+        shared_memory: bytes that one program may use on that GPU.
+        argument: what named the card.
+
+    Raises:
+        ValueError: the GPU does not run that card's code.
+    """
+    older = OLDER_CARDS if target.backend == "cuda" else {}
+    runs = [name for name, most in older.items() if int(name[2:]) < target.arch and most <= shared_memory]
+    if card not in runs:
+        gpu = f"sm{target.arch}" if target.backend == "cuda" else target.arch
+        contract = f"be one of {', '.join(runs)}" if runs else "be left out"
+        raise ValueError(
+            f"{argument} must {contract} on a GPU of {gpu}, got {card}, whose code that GPU does not run; "
+            "without it, the GPU runs its own code"
+        )
+    return replace(target, arch=int(card[2:])), OLDER_CARDS[card]
 
 
 def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: int = 0) -> DeviceProperties:

@@ -67,7 +67,7 @@ class ContextShard:
             seq_lens: tokens of whole sequences, int32 or int64, of any shape; negative numbers count as 0.
 
         Raises:
-            TypeError: seq_lens is no tensor of integers.
+            TypeError: seq_lens isn't a tensor of integers.
         """
         lens = check_lens("seq_lens", seq_lens).clamp(min=0)
         size, turn = self.interleave, self.interleave * self.world_size

@@ -1,10 +1,12 @@
-"""What the backends of vLLM and SGLang share: how an engine is imported, and the least bound of a plan's keys."""
+"""What integrations of engines share: how an engine is imported, the least bound of a plan's keys, and a logger."""
 
 import importlib
+import logging
 from typing import Any
 
 from quire.version import packages_of
 
+START = logging.getLogger("quire.start")  # which `QUIRE_LOG=all` shows (`quire.log`)
 LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
 
 

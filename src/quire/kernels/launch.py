@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from quire import log
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Request
@@ -62,6 +63,15 @@ def kernels_of(launch: "Launch") -> frozenset[Hashable]:
 def alike(launch: "Launch") -> "tuple[Launch, ...]":
     """Return the launches that a warm-up compiles where it meets this one."""
     return launch.alike() if hasattr(launch, "alike") else (launch,)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def bind_fallback(runner: Any, cache: PagedKVCache, q: Any = None) -> "Runner":
+    """Bind the fallback of a runner's launch, which serves a cache and queries that the launch does not."""
+    launch = runner.decided
+    if log.is_on(log.LAUNCH):
+        line = f"{launch.fallback.name} in place of {launch.name}, which does not serve {launch.unserved(cache, q)}"
+        log.say_once(log.LAUNCH, f"{line}, {log.words_of(launch.request.spec)}", (line, launch.request.spec))
+    return launch.fallback.bind(runner.batch, runner.workspace)
 
 
 def states_at_once(num_states: int) -> int:

@@ -7,6 +7,7 @@ with the arguments in order.
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire import log
 from quire.cache import PagedKVCache
 from quire.dispatch.device import (
     COMPILER_OPTIONS,
@@ -41,6 +43,7 @@ from quire.triton_internals import (
     launcher_of,
     parameters,
     set_boxes,
+    told_of_compilations,
 )
 
 # Parameters, and fields of tuples, whose numbers kernels read or write one at a time, or by vectors of addresses. A
@@ -273,9 +276,12 @@ def launch(
         hash_callees(function)
     target = cross_compilation()
     if target is None and interprets():
+        if log.is_on(log.LAUNCH):
+            log.say_once(log.LAUNCH, f"{kernel.__name__}, grid {shown_grid(grid)}, in Triton's interpreter")
         return kernel[grid](*arguments, **COMPILER_OPTIONS, **meta)
     with on_device_of(arguments):
-        compiled = compiled_for(kernel, without_alignment(kernel, arguments), grid, COMPILER_OPTIONS | meta)
+        compile_for_these = log_compilation if target is None and log.is_on(log.LAUNCH) else compiled_for
+        compiled = compile_for_these(kernel, without_alignment(kernel, arguments), grid, COMPILER_OPTIONS | meta)
         if target is not None:
             target.on_compile(kernel.__name__, compiled, meta)
             return None
@@ -284,6 +290,23 @@ def launch(
         named = map(meta.get, parameters(kernel)[len(arguments) :])
         launch_bound(compiled, grid, (*arguments, *named))
         return compiled
+
+
+def log_compilation(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """Return what `compiled_for` returns, and say whether the kernel was compiled for it, and how long that took."""
+    began, found = time.perf_counter(), []
+    with told_of_compilations(kernel, found.append):
+        compiled = compiled_for(kernel, arguments, grid, options)
+    seconds = time.perf_counter() - began
+    how = "loaded before" if not found else f"{'from the cache' if found[0] else 'compiled'} in {seconds:.2f} s"
+    line = f"{kernel.__name__}, grid {shown_grid(grid)}, {how}"
+    log.say_once(log.LAUNCH, line, (kernel.__name__, compiled.hash))
+    return compiled
+
+
+def shown_grid(grid: tuple[int, ...]) -> str:
+    """Describe a grid."""
+    return " × ".join(map(str, grid))
 
 
 def without_alignment(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -348,7 +371,7 @@ class Threads(futures.ThreadPoolExecutor):
     """Threads that compile.
 
     Python 3.11 counts the depth of syntax trees for all threads together. If two make trees at once, one may end with
-    SystemError. It then compiles again.
+    SystemError, which Triton raises as the cause of its own error where it compiles a callee. It then compiles again.
     """
 
     def submit(self, compile_one: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
@@ -356,11 +379,23 @@ class Threads(futures.ThreadPoolExecutor):
 
         def compile_again() -> Any:
             for _ in range(AGAIN):
-                with contextlib.suppress(SystemError):
+                try:
                     return compile_one(*args, **kwargs)
+                except Exception as error:
+                    if not is_caused_by_system_error(error):
+                        raise
             return compile_one(*args, **kwargs)
 
         return super().submit(compile_again)
+
+
+def is_caused_by_system_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one of those that caused it, is a SystemError."""
+    while error is not None:
+        if isinstance(error, SystemError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def address_of(value: Any) -> Any:

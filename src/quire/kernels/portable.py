@@ -13,7 +13,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import MOST_NEW_TOKENS, Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.launch import Runner, bind_fallback, constexprs_of, key_of, once
 from quire.kernels.scratch import ScratchSize
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import UNBOUNDED, AttentionSpec
@@ -119,6 +119,12 @@ class PortableLaunch(ABC):
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "PortableLaunch":
         """Return the launch for a cache: this one, or its fallback."""
         return self if self.fallback is None or self.packs_fp8(cache) else self.fallback
+
+    def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
+        """Return why the fallback serves a cache: its fp8 numbers are not loaded in pairs."""
+        if cache.scale_kind == "token":
+            return "scales per token and head"
+        return f"{cache.layout} strides {cache.k.stride()} and {cache.v.stride()}, at which fp8 numbers form no pairs"
 
     @abstractmethod
     def num_programs(self, num_tokens: int) -> int:
@@ -275,7 +281,7 @@ class PortableRunner(KernelRunner):
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
         if self.decided.fallback is None or self.decided.packs_fp8(cache):
             return self
-        self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
+        self.fallback = self.fallback or bind_fallback(self, cache)
         return self.fallback
 
     def prepare(self, cache: PagedKVCache) -> None:

@@ -106,6 +106,19 @@ def matrices_of_cache(cache: PagedKVCache) -> tuple[Matrix, Matrix] | None:
     return (k, v) if page_box(cache) >= MIN_TMA_BOX or has_pieces_of_16_bytes(cache) else None
 
 
+def no_matrix(cache: PagedKVCache) -> str:
+    """Return, in words, why a cache's pages are no matrices that TMA addresses, for a line that is logged."""
+    if cache.scale_kind == "token":
+        return "scales per token and head"
+    tensors = {"latents": cache.k} if cache.is_latent else {"k": cache.k, "v": cache.v}
+    for (name, tensor), extents, strides in zip(tensors.items(), cache.extents, cache.strides, strict=False):
+        if tensor.data_ptr() % 16:
+            return f"{name} at an address that 16 does not divide"
+        if strides.vec_size != extents[3] or matrix_of(tensor, extents, strides[:3]) is None:
+            return f"{name} with shape {tuple(tensor.shape)} and strides {tensor.stride()}, layout {cache.layout}"
+    return f"pages of {cache.page_size}"
+
+
 def has_boxes(cache: PagedKVCache) -> bool:
     """Whether TMA loads several rows of a page at once; rows are gathered one by one if not."""
     box = page_box(cache)

@@ -12,7 +12,7 @@ import torch
 import quire
 from quire import Batch, UnsupportedError
 from quire.integrations import layer_spec
-from quire.integrations.engine import LEAST_KEYS
+from quire.integrations.engine import LEAST_KEYS, START
 from quire.integrations.sglang import contract
 from quire.integrations.sglang.layers import Layer, Layers, write
 from quire.integrations.sglang.refusals import (
@@ -65,6 +65,10 @@ class QuireBackend(base.AttentionBackend):
         self.captured: dict[tuple[int, int], Step] = {}  # by forward mode and number of requests
         self.warm: set[quire.AttentionSpec] = set()  # of layers whose kernels are compiled
         self.forward_metadata: Step | None = None
+        kind = "latents" if self.use_mla else "keys and values"
+        START.debug(
+            "SGLang chose Quire for %s in pages of %d, contexts of %d", kind, self.page_size, self.max_context_len
+        )
 
     def make_verify_mask(self, model_runner: Any, speculation: Any) -> Any:
         """Return the buffer for masks of drafts; None for the draft model, and for servers without drafts."""

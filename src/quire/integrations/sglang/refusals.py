@@ -32,7 +32,7 @@ def refuse_options(model_runner: Any, options: Any, speculation: Any) -> None:
     if model_runner.use_mla_backend and getattr(options, "enable_deterministic_inference", False):
         raise UnsupportedError(
             "enable_deterministic_inference must be False for latent attention, got True: prompts without a cached "
-            f"prefix attend to expanded keys, which rounds otherwise; {INSTEAD}"
+            f"prefix attend to expanded keys, which rounds differently; {INSTEAD}"
         )
     dcp = getattr(options, "dcp_size", None)
     if dcp not in (None, 1):

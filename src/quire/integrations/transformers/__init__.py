@@ -46,6 +46,7 @@ import quire
 from quire import AttentionSpec, Batch, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.arguments import shown
+from quire.integrations.engine import START
 from quire.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from quire.integrations.flash_attn.kvcache import contiguous_last
 from quire.integrations.transformers.batching import (
@@ -142,6 +143,7 @@ def use(model: transformers.PreTrainedModel) -> str:
     if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
         config.head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     model.set_attn_implementation(name)
+    START.debug("Transformers attends by Quire in %s, as %s", type(model).__name__, name)
     return name
 
 

@@ -16,7 +16,7 @@ import torch
 
 import quire
 from quire import AttentionSpec, PagedKVCache, Plan
-from quire.integrations.engine import LEAST_KEYS
+from quire.integrations.engine import LEAST_KEYS, START
 from quire.integrations.vllm import contract
 
 envs: Any = contract.load("vllm.envs")
@@ -181,6 +181,7 @@ def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     dtype = str(spec.kv_dtype).removeprefix("torch.")
     layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
     contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
+    START.debug("vLLM chose Quire for %s: %s, a cache in %s", layers, heads, dtype)
 
 
 def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:

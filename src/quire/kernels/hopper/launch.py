@@ -16,7 +16,7 @@ from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_
 from quire.kernels.portable import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.split_kv.launch import SplitKVLaunch
-from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, page_box
+from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
 from quire.spec import AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
@@ -284,6 +284,12 @@ class HopperLaunch:
         if q is not None and q.shape[0]:
             served = served and matrix_of_queries(q) is not None
         return self if served else self.fallback
+
+    def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
+        """Return why the fallback serves a cache or queries: what TMA cannot address."""
+        if matrices_of_cache(cache) is None:
+            return no_matrix(cache)
+        return f"queries with strides {q.stride()} at an address of {q.data_ptr() % 16} modulo 16"
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""

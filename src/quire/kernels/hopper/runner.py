@@ -16,7 +16,7 @@ from quire.kernels.combine import combine_arguments, combine_kernel
 from quire.kernels.gluon.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.launch import Runner, constexprs_of
+from quire.kernels.launch import Runner, bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
@@ -82,7 +82,7 @@ class HopperRunner:
             self.known = known
         grid, matrices, (kv_box, second_box) = self.grid, self.matrices, self.boxes
         if matrices is None:
-            self.fallback = self.fallback or self.decided.fallback.bind(self.batch, self.workspace)
+            self.fallback = self.fallback or bind_fallback(self, cache, q)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
             return
         if grid[0] == 0:

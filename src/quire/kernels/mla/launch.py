@@ -240,7 +240,7 @@ def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
     """Return a launch of the MLA kernel and the reason; or, in words, what it does not serve."""
     spec, device = request.spec, request.device
     if not spec.latent:
-        return "keys and values that are no latents"
+        return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
     if options.config is not None:

@@ -15,7 +15,7 @@ from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
-from quire.kernels.tma import matrix_of, page_box
+from quire.kernels.tma import matrix_of, no_matrix, page_box
 from quire.kernels.views import Matrix
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
@@ -172,6 +172,10 @@ class MLAHopperLaunch:
         """Return this launch, or its fallback if TMA cannot address the cache."""
         return self.fallback if matrix_of_latents(cache) is None else self
 
+    def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
+        """Return why the fallback serves a cache: what TMA cannot address."""
+        return "records of vLLM's fp8_ds_mla" if cache.scale_kind == "record" else no_matrix(cache)
+
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
         from quire.kernels.mla_hopper.runner import MLAHopperRunner
@@ -200,7 +204,7 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
     """Return a launch of the MLA kernel for Hopper GPUs and the reason; or, in words, what it does not serve."""
     spec = request.spec
     if not spec.latent:
-        return "keys and values that are no latents"
+        return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
     if request.has_flat_table:

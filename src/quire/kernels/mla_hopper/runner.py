@@ -8,7 +8,7 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels.hopper.runner import describe
-from quire.kernels.launch import Runner, constexprs_of
+from quire.kernels.launch import Runner, bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
@@ -62,7 +62,7 @@ class MLAHopperRunner:
         decided, (q_nope, q_pe) = self.decided, q
         matrix = matrix_of_latents(cache)
         if matrix is None:
-            self.fallback = self.fallback or decided.fallback.bind(self.batch, self.workspace)
+            self.fallback = self.fallback or bind_fallback(self, cache)
             self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
             return
         assert q_pe is not None  # the launch serves latents with rotary columns alone

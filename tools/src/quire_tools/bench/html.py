@@ -68,7 +68,8 @@ def page(report: Report, images: Mapping[str, bytes]) -> str:
     )
     rows = report.rows
     return environment.get_template("report.html").render(
-        device=report.provenance.device,
+        device=report.provenance.title,
+        run=reports.titled(report, ""),
         description=reports.describe_run(report),
         summary=reports.summary_table(rows),
         grid=reports.describe_grid(report.grid) if report.grid else "",

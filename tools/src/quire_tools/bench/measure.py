@@ -167,6 +167,8 @@ class Peer:
         slow: it compiles for seconds per case, so it is measured on the cases of --quick only, unless it is named.
         serves: which layouts of keys and values; it takes no part in cases of others.
         in_fp8: it multiplies fp8 latents in fp8, queries included, so its results have the budget of that arithmetic.
+        for_hopper: its kernels, or its configurations of them, are for Hopper GPUs; it takes no part where an older
+            card's code runs.
     """
 
     name: str
@@ -177,9 +179,12 @@ class Peer:
     slow: bool = False
     serves: tuple[Layout, ...] = ("pages",)
     in_fp8: bool = False
+    for_hopper: bool = False
 
-    def why_absent(self) -> str | None:
-        """Return why it cannot be used here; None if it can."""
+    def why_absent(self, card: str | None = None) -> str | None:
+        """Return why it cannot be used here; None if it can. `card` is an older card whose code runs here."""
+        if card is not None and self.for_hopper:
+            return f"its kernels are for Hopper GPUs, and this run is of {card} code"
         try:
             importlib.import_module(self.module)
         except Exception as error:  # a library built for another machine may raise anything

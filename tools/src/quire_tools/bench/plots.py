@@ -300,4 +300,8 @@ def plots(report: Report) -> dict[str, Figure]:
         "batch": plot_sweep(rows, "num_seqs", "max_seq_len", "sequences"),
         "graph_range": plot_range(report.graph_range),
     }
-    return {name: figure for name, figure in figures.items() if figure is not None}
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    if report.provenance.code is not None:
+        for figure in drawn.values():
+            figure.suptitle(report.provenance.title)
+    return drawn

@@ -4,9 +4,9 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from quire.targets import Compiled
+from quire.targets import TARGETS, Compiled
 from quire_tools.bench.case import KINDS, Kind
 from quire_tools.bench.ratios import BEST, distribution_table, ratio_to_best, worst_rows
 from quire_tools.bench.results import QUIRE, Grid, RangeRow, Report, Result, Row
@@ -228,13 +228,29 @@ def describe_grid(grid: Grid) -> str:
 
 def describe_run(report: Report) -> str:
     """Return where the numbers come from: device, versions, date and ceilings."""
-    ceilings = report.ceilings
-    facts = [f"{name} {value}" for name, value in asdict(report.provenance).items() if value and name != "device"]
-    return (
-        f"{', '.join([report.provenance.device, *facts])}. "
+    ceilings, run = report.ceilings, report.provenance
+    facts = [f"{name} {value}" for name, value in asdict(run).items() if value and name not in ("device", "code")]
+    words = (
+        f"{', '.join([run.title, *facts])}. "
         f"Ceilings ({ceilings.source}): {ceilings.bytes_per_second / 1e12:.2f} TB/s, "
         f"{ceilings.flops_per_second / 1e12:.0f} TFLOP/s in bf16."
     )
+    return words if run.code is None else f"{words} {describe_code(run.code)}"
+
+
+def describe_code(card: str) -> str:
+    """Return what it means that an older card's code ran on a device."""
+    shared_kib = TARGETS[card].shared_memory // 1024
+    return (
+        f"Triton lowered Quire's kernels, and those of other libraries in Triton, as for {card}; ptxas assembled them "
+        f"for this device. Quire's plans had {card}'s features and {shared_kib} KB of shared memory; other libraries "
+        f"were not held to that. The ceilings are those of this device. No time is one of an {card} card."
+    )
+
+
+def titled(report: Report, words: str) -> str:
+    """Return a heading, and whose code ran where that was not the device's own."""
+    return words if report.provenance.code is None else f"{words}: {report.provenance.title}"
 
 
 def was_compiled(report: Report) -> bool:
@@ -245,21 +261,24 @@ def was_compiled(report: Report) -> bool:
 def markdown(report: Report) -> str:
     """Return the tables as Markdown."""
     rows = report.rows
-    parts = [f"# `quire bench`\n\n{describe_run(report)}"]
+    parts = [f"# {titled(report, '`quire bench`')}\n\n{describe_run(report)}"]
     if was_compiled(report):
         parts.append(to_markdown(compiled_table(rows)))
         return "\n\n".join(parts) + "\n"
     if peers_in(rows):
         parts.append(f"Geometric means, over how many cases:\n\n{to_markdown(summary_table(rows))}")
+        tables: dict[str, Table[Any]] = {}
         if report.grid is not None:
-            parts.append(f"## {describe_grid(report.grid)}\n\n{to_markdown(distribution_table(rows))}")
-            parts.append(f"## The worst of them, µs\n\n{to_markdown(worst_table(rows))}")
-        parts += [f"## {kind}, µs\n\n{to_markdown(times_table(some))}" for kind, some in by_kind(rows).items()]
-        parts.append(f"## Quire in detail\n\n{to_markdown(detail_table(rows))}")
+            tables[describe_grid(report.grid)] = distribution_table(rows)
+            tables["The worst of them, µs"] = worst_table(rows)
+        tables |= {f"{kind}, µs": times_table(some) for kind, some in by_kind(rows).items()}
+        tables["Quire in detail"] = detail_table(rows)
+        parts += [f"## {titled(report, words)}\n\n{to_markdown(table)}" for words, table in tables.items()]
     elif rows:
-        parts.append(f"## What each case needs\n\n{to_markdown(needs_table(rows))}")
+        parts.append(f"## {titled(report, 'What each case needs')}\n\n{to_markdown(needs_table(rows))}")
     if report.graph_range:
-        parts.append(f"## Graphs captured for a range of lengths\n\n{describe_ranges(report.graph_range)}")
+        heading = titled(report, "Graphs captured for a range of lengths")
+        parts.append(f"## {heading}\n\n{describe_ranges(report.graph_range)}")
         parts.append(to_markdown(range_table(report.graph_range)))
     if report.peers:
         parts.append("## Libraries\n\n" + "\n".join(f"* {name}: {state}" for name, state in report.peers.items()))

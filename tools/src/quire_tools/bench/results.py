@@ -12,7 +12,7 @@ import torch
 import triton
 
 import quire
-from quire.targets import Compiled
+from quire.targets import Compiled, title_of
 from quire.version import commit as commit_here
 from quire_tools.bench.case import Case, Kind, Model
 from quire_tools.bench.cases import sets_of
@@ -147,9 +147,14 @@ class RangeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What the numbers belong to: a device, versions, a commit and a date."""
+    """What the numbers belong to: a device, versions, a commit and a date.
+
+    Attributes:
+        code: the older card whose code ran on the device; None where it ran its own.
+    """
 
     device: str
+    code: str | None = None
     quire: str
     commit: str
     torch: str
@@ -157,6 +162,11 @@ class Provenance:
     cuda: str | None = None
     driver: str | None = None
     date: str
+
+    @property
+    def title(self) -> str:
+        """The device in words, and whose code it ran where that was not its own."""
+        return title_of(self.device, self.code)
 
 
 @dataclass(frozen=True)
@@ -236,11 +246,12 @@ def make_row(case: Case, ceilings: Ceilings, timings: Mapping[str, Timing | NoRe
     )
 
 
-def provenance(device: str, commit: str | None) -> Provenance:
+def provenance(device: str, commit: str | None, code: str | None = None) -> Provenance:
     """Return the provenance of this run's numbers; the commit is this package's when it is not given."""
     has_gpu = torch.cuda.is_available()
     return Provenance(
         device=device,
+        code=code,
         quire=quire.__version__,
         commit=commit or commit_here(),
         torch=torch.__version__,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.cli.arguments import CommandError
+from quire.cli.arguments import CommandError, add_card, run_code_of
 from quire.cli.exit_codes import BAD_ARGUMENTS
 from quire_tools.bench.case import Case
 from quire_tools.bench.roofline import DATA_SHEETS
@@ -45,6 +45,7 @@ RUN_EXAMPLES = """  quire bench run --quick               # a dozen cases, a min
   quire bench run --trace requests.csv  # rows of prompt tokens, output tokens
   quire bench run --grid 60 --seed 1    # cases drawn at random: how the ratios are distributed, and the worst
   quire bench run --guard docs/results/h200_floors.json
+  quire bench run --as sm86 --output sm86/   # the code that an older card gets, on this GPU
 """
 GRAPHS = """Measure on this GPU what graphs captured for a range of lengths lose, against graphs for each length.
 """
@@ -83,7 +84,10 @@ def add_parser(subparsers: "Parsers", summary: str) -> None:
     commands = parser.add_subparsers(title="commands, each with --help", metavar="COMMAND")
     add_run(add_command(commands, "run", measure_cases, RUN, RUN_EXAMPLES))
     add_measured(add_command(commands, "graphs", measure_graphs, GRAPHS, "  quire bench graphs"), "0.4")
-    example = "  quire bench roofline --device MI300X --set decode"
+    example = "  quire bench roofline --device MI300X --set decode\n"
+    example += (
+        "  quire bench roofline --device H200 --as sm86 --quick   # an older card's code, as an H200 would run it"
+    )
     add_roofline(add_command(commands, "roofline", analyse, ROOFLINE, example))
     add_cases(add_command(commands, "list", print_list, LIST, "  quire bench list --set mla"), "list")
     command = add_command(commands, "report", write_again, REPORT, "  quire bench report results/")
@@ -143,6 +147,7 @@ def add_measured(parser: argparse.ArgumentParser, default: str) -> "argparse._Ar
     """Add the arguments of a measurement, and return their group."""
     group = parser.add_argument_group("how to measure, and what to write")
     group.add_argument("--seconds", type=positive_seconds, help=f"time each case for so long (default: {default})")
+    add_card(group)
     add_output(group)
     return group
 
@@ -152,6 +157,7 @@ def add_roofline(parser: argparse.ArgumentParser) -> None:
     add_cases(parser, "analyse")
     group = parser.add_argument_group("the device, and what to write")
     group.add_argument("--device", choices=DATA_SHEETS, default="H200", help="default: %(default)s")
+    add_card(group)
     group.add_argument("--no-compile", action="store_true", help="use the data sheet alone")
     add_output(group)
 
@@ -187,6 +193,7 @@ def measure_cases(args: argparse.Namespace, console: "CommandConsole") -> int:
     cases = choose_cases(args)
     peers = choose_peers(args.peers, args.config, args.grid is not None)
     check_gpu("run")
+    run_code_of(args.card)
     if guard is not None:
         cases = guarded_cases(guard, cases)
     folder = args.output
@@ -214,6 +221,7 @@ def measure_graphs(args: argparse.Namespace, console: "CommandConsole") -> int:
     from quire_tools.cli.bench_keep import earlier_run_kept
 
     check_gpu("graphs")
+    run_code_of(args.card)
     check_folder("--output", args.output)
     with earlier_run_kept(args.output, console):
         report = bench_measure.measure_ranges(args.seconds or 0.4, args.commit, args.output, console)
@@ -230,7 +238,12 @@ def analyse(args: argparse.Namespace, console: "CommandConsole") -> int:
     check_folder("--output", args.output)
     with earlier_run_kept(args.output, console):
         is_compiled = not args.no_compile
-        report = bench_measure.analyse(cases, args.device, is_compiled, args.commit, args.output, console)
+        try:
+            report = bench_measure.analyse(
+                cases, args.device, args.card, is_compiled, args.commit, args.output, console
+            )
+        except ValueError as error:
+            raise CommandError(str(error)) from None
         write(report, args.output, console)
     return 0
 
@@ -285,7 +298,7 @@ def judge(args: argparse.Namespace, console: "CommandConsole") -> int:
     from quire_tools.cli import bench_print
 
     report, guard = load("RUN", args.result), load_floors(args.floors)
-    check_guarded_device(guard, report.provenance.device)
+    check_guarded_device(guard, report.provenance.title)
     return bench_print.print_guard(guard, report, console)
 
 
@@ -300,14 +313,15 @@ def check_gpu(command: str) -> None:
 
 def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
     """Return the rows of the run in a folder; raise CommandError unless it was on this device, of the same cases."""
+    from quire.targets import title_here
     from quire_tools.bench.results import FILE_NAME
 
     if not (folder / FILE_NAME).exists():
         return []
-    before, device = load("--continue", folder), torch.cuda.get_device_name()
-    if before.provenance.device != device:
+    before, device = load("--continue", folder), title_here()
+    if before.provenance.title != device:
         raise CommandError(
-            f"--continue must go on with a run on {device}, got one on {before.provenance.device}; name another folder"
+            f"--continue must go on with a run on {device}, got one on {before.provenance.title}; name another folder"
         )
     seeds = [grid and grid.seed for grid in (before.grid, drawn)]
     if seeds[0] != seeds[1]:
@@ -330,16 +344,18 @@ def load_floors(file: Path) -> "Guard":
 
 def check_guarded_device(guard: "Guard", device: str) -> None:
     """Raise CommandError if the floors are another device's."""
-    if guard.provenance.device != device:
+    if guard.provenance.title != device:
         raise CommandError(
-            f"FLOORS must be those of {device}, got those of {guard.provenance.device}; measure this device, and "
+            f"FLOORS must be those of {device}, got those of {guard.provenance.title}; measure this device, and "
             "make them with quire bench floors"
         )
 
 
 def guarded_cases(guard: "Guard", cases: list[Case]) -> list[Case]:
     """Return the cases that have a floor of this device."""
-    check_guarded_device(guard, torch.cuda.get_device_name())
+    from quire.targets import title_here
+
+    check_guarded_device(guard, title_here())
     found = [case for case in cases if case.name in guard.cases]
     if not found:
         raise CommandError("--guard must have floors of the cases that are asked for, got none; ask for others")

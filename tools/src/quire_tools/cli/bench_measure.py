@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from quire.targets import TARGETS, Launch, compile_all, current_target
+from quire.targets import TARGETS, Launch, Target, card_here, compile_all, current_target
 from quire_tools.bench import cases as workloads
 from quire_tools.bench.case import Case
 from quire_tools.bench.ceilings import measure_ceilings
@@ -54,7 +54,10 @@ def measure(
         grid: which cases were drawn at random; None where they were not.
         earlier: the rows of a run that this one continues.
     """
-    absent = why_absent(peers, console)
+    card = card_here()
+    if card is not None:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its engines are for Hopper GPUs; SDPA's other kernels are not
+    absent = why_absent(peers, console, card)
     present = [peer for peer in peers if peer.name not in absent]
     with progress_bar(console) as progress:
         compile_kernels(cases, present, progress)
@@ -108,9 +111,9 @@ def say_stopped(done: int, total: int, folder: Path, console: Console) -> None:
     console.print(words, style="bold", highlight=False, markup=False, soft_wrap=True)
 
 
-def why_absent(peers: Sequence[Peer], console: Console) -> dict[str, str]:
-    """Return why some of the libraries cannot be used here, by name, and print it."""
-    reasons = {peer.name: why for peer in peers if (why := peer.why_absent())}
+def why_absent(peers: Sequence[Peer], console: Console, card: str | None) -> dict[str, str]:
+    """Return why some of the libraries cannot be used here, by name, and print it; `card` as for `Peer.why_absent`."""
+    reasons = {peer.name: why for peer in peers if (why := peer.why_absent(card))}
     for name, why in reasons.items():
         console.print(f"absent: {name} ({why})", style="dim", highlight=False, markup=False)
     return reasons
@@ -122,7 +125,11 @@ def empty_report(
     """Return the report of a run that has measured no case yet."""
     states = {peer.name: f"absent, {absent[peer.name]}" if peer.name in absent else peer.version() for peer in peers}
     return Report(
-        provenance=provenance(ceilings.device, commit), ceilings=ceilings, seconds=seconds, peers=states, rows=[]
+        provenance=provenance(ceilings.device, commit, card_here()),
+        ceilings=ceilings,
+        seconds=seconds,
+        peers=states,
+        rows=[],
     )
 
 
@@ -242,7 +249,13 @@ def capture_ranges(seconds: float, progress: Progress, console: Console) -> Iter
 
 
 def analyse(
-    cases: Sequence[Case], device: str, is_compiled: bool, commit: str | None, folder: Path, console: Console
+    cases: Sequence[Case],
+    device: str,
+    card: str | None,
+    is_compiled: bool,
+    commit: str | None,
+    folder: Path,
+    console: Console,
 ) -> Report:
     """Return what each case needs of a device that is not here, and what Quire's kernels compile to for it.
 
@@ -251,21 +264,25 @@ def analyse(
     Args:
         cases: the batches.
         device: a key of DATA_SHEETS.
+        card: an older card whose code the device runs; None where it runs its own.
         is_compiled: whether kernels are compiled.
         commit: the commit that is compiled, if the caller knows it.
         folder: where `results.json` goes if the run is interrupted.
         console: for the progress bar.
+
+    Raises:
+        ValueError: the device does not run that card's code.
     """
-    ceilings = from_data_sheet(device)
+    ceilings, target = from_data_sheet(device), target_of(device, card)
     report = Report(
-        provenance=provenance(device, commit),
+        provenance=provenance(device, commit, card),
         ceilings=ceilings,
         peers={QUIRE: "not measured: compiled"},
         rows=[make_row(case, ceilings, {}) for case in cases],
     )
     if is_compiled:
         try:
-            add_kernels(report.rows, cases, device, console)
+            add_kernels(report.rows, cases, target, console)
         except KeyboardInterrupt:
             done = sum(row.plan is not None or row.why is not None for row in report.rows)
             if done:
@@ -275,10 +292,19 @@ def analyse(
     return report
 
 
-def add_kernels(rows: list[Row], cases: Sequence[Case], device: str, console: Console) -> None:
-    """Compile the cases for a device, and put the resources of the compiled kernels into their rows."""
+def target_of(device: str, card: str | None) -> Target:
+    """Return the target of a key of DATA_SHEETS; as it runs an older card's code, where one is named.
+
+    Raises:
+        ValueError: the device does not run that card's code.
+    """
     name, bytes_per_second, _ = DATA_SHEETS[device]
     target = replace(TARGETS[name], memory_gbps=round(bytes_per_second / 1e9))
+    return target if card is None else target.running(card, "--as")
+
+
+def add_kernels(rows: list[Row], cases: Sequence[Case], target: Target, console: Console) -> None:
+    """Compile the cases for a target, and put the resources of the compiled kernels into their rows."""
     rows_of: dict[Launch, list[int]] = {}
     for i, case in enumerate(cases):
         rows_of.setdefault(launch_of(case), []).append(i)

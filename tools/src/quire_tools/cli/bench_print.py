@@ -36,31 +36,34 @@ def print_report(report: Report, console: Console) -> None:
     """Print the tables of a report, and where its numbers come from."""
     rows = report.rows
     if tables.was_compiled(report):
-        title = f"{report.provenance.device}, from its data sheet and compiled kernels"
+        title = f"{report.provenance.title}, from its data sheet and compiled kernels"
         console.print(to_rich(tables.compiled_table(rows), title, console))
     elif report.grid is not None and tables.peers_in(rows):
         print_distribution(report, console)
     elif tables.peers_in(rows):
-        console.print(to_rich(tables.times_table(rows), "µs", console))
-        console.print(to_rich(tables.detail_table(rows), "Quire in detail", console))
+        console.print(to_rich(tables.times_table(rows), tables.titled(report, "µs"), console))
+        console.print(to_rich(tables.detail_table(rows), tables.titled(report, "Quire in detail"), console))
     elif rows:
-        console.print(to_rich(tables.needs_table(rows), f"{report.provenance.device}, from its data sheet", console))
+        console.print(to_rich(tables.needs_table(rows), f"{report.provenance.title}, from its data sheet", console))
     if report.graph_range:
         table = tables.range_table(report.graph_range)
-        console.print(to_rich(table, "graphs captured for a range of lengths", console))
+        title = tables.titled(report, "graphs captured for a range of lengths")
+        console.print(to_rich(table, title, console))
         console.print(tables.describe_ranges(report.graph_range), highlight=False)
     summary = tables.summary_table(rows)
     if summary.rows:
-        console.print(to_rich(summary, "geometric means, over how many cases", console))
+        title = tables.titled(report, "geometric means, over how many cases")
+        console.print(to_rich(summary, title, console))
     console.print(tables.describe_run(report), highlight=False, markup=False, style="dim")
 
 
 def print_distribution(report: Report, console: Console) -> None:
     """Print how the ratios of a grid are distributed, and its worst cases."""
-    console.print(to_rich(distribution_table(report.rows), "Quire's time over theirs", console))
+    title = tables.titled(report, "Quire's time over theirs")
+    console.print(to_rich(distribution_table(report.rows), title, console))
     worst = tables.worst_table(report.rows)
     if worst.rows:
-        console.print(to_rich(worst, "the worst cases, µs", console))
+        console.print(to_rich(worst, tables.titled(report, "the worst cases, µs"), console))
 
 
 def print_changes(before: Report, after: Report, console: Console) -> int:
@@ -69,6 +72,11 @@ def print_changes(before: Report, after: Report, console: Console) -> int:
     Returns:
         The exit code: 1 if a case of Quire's became slower or has no result any more.
     """
+    if before.provenance.code != after.provenance.code:
+        raise CommandError(
+            "BEFORE and AFTER must have run the code of one card, got "
+            f"{before.provenance.title} and {after.provenance.title}; measure both with the same --as"
+        )
     changes = tables.changes(before, after)
     ours = [change for change in changes if is_ours(change.peer)]
     if not ours:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.cli.arguments import CommandError
+from quire.cli.arguments import CommandError, add_card, run_code_of
 from quire.dispatch.device import device_properties
 from quire.dispatch.tree import fitted_trees
 from quire.dispatch.tree_file import GENERIC, USER_TREES, VARIABLE, load_tree, read_tree, user_folder
@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   quire tune --output mine.json         # a tree somewhere else, which no plan uses
   quire tune --explain                  # the tree that plans use here, as text
   quire tune --explain mine.json
+  quire tune --as sm86 --quick          # a tree for sm86 code on this GPU, which no other plan uses
   quire tune --fit mine.jsonl --output mine.json   # fit the tree again to what was measured, without a GPU
 """
 
@@ -48,6 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--records", type=Path, metavar="FILE", help="measured times, line by line (default: next to the tree, .jsonl)"
     )
+    add_card(parser)
     parser.add_argument("--commit", help="the commit that is measured; git is asked when not given")
     parser.add_argument(
         "--fit", type=Path, metavar="RECORDS", help="measure nothing: fit a tree to these times and judge it by them"
@@ -64,6 +66,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    run_code_of(args.card)
     if args.explain is not None:
         print(explain_tree(*tree_to_explain(args.explain)), end="")
         return 0
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(
             "quire tune must have a GPU to measure, got none; --explain prints trees that were fitted elsewhere"
         )
-    tree = args.output or default_path(torch.cuda.get_device_name())
+    tree = args.output or default_path(tune_sweep.title_here())
     records = args.records or tree.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
     check_files(tree, records)
     check_file("--records", records)

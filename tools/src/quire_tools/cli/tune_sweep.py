@@ -15,7 +15,7 @@ from quire.cli.arguments import CommandError
 from quire.cli.exit_codes import INTERRUPTED
 from quire.dispatch.device import DeviceProperties, device_properties
 from quire.dispatch.tree_file import user_folder
-from quire.targets import Target, compile_all, current_target
+from quire.targets import Target, compile_all, current_target, title_here
 from quire.version import commit as commit_here
 from quire_tools.bench.case import Case
 from quire_tools.cli.progress import progress_bar
@@ -32,7 +32,7 @@ JUDGE_REPLAYS = 25  # of the tree's choice, of the default's and of the best
 
 def tune_here(tree_path: Path, records_path: Path, quick: bool, commit: str | None, console: Console) -> int:
     """Measure this GPU, fit a tree and write it; return the exit code."""
-    name, chosen = torch.cuda.get_device_name(), jobs(quick)
+    name, chosen = title_here(), jobs(quick)
     properties = device_properties(torch.device("cuda", torch.cuda.current_device()))
     try:
         records = Records.open(records_path, header(name, properties, quick, chosen, provenance(commit)))

@@ -1,0 +1,266 @@
+"""Decisions are logged once each, where a logger was asked for; launches have ranges under a profiler alone."""
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import quire
+from quire import log
+from quire.dispatch.request import Bounds, Options, Request
+from quire.kernels import ranges, tma
+from quire.kernels.portable import PortableRunner
+from quire.plan import decide
+from quire.targets import TARGETS
+from quire.testing import Problem, make_problem
+from tests.kernels.test_invariance import with_odd_starts
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "dtype": torch.float16}
+LENS = ((1, 20), (1, 9))
+PROGRAM = """
+import logging, sys, torch, quire
+spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+def plan(num_seqs, spec=spec):
+    batch = quire.Batch(torch.zeros(num_seqs, 2, dtype=torch.int32), torch.ones(num_seqs, dtype=torch.int32))
+    return quire.plan(spec, batch, max_query_len=1, max_seq_len=8)
+quiet = logging.StreamHandler(sys.stdout)
+quiet.setLevel(logging.WARNING)
+logging.getLogger().addHandler(quiet)
+plan(3), plan(3)
+logging.getLogger().removeHandler(quiet)
+logging.basicConfig(stream=sys.stdout, format="application: %(message)s")
+plan(3, quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=16, dtype=torch.float32))
+"""
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog):
+    """Let all of Quire's loggers speak, as if nothing had been said, and return a function that returns new lines."""
+    monkeypatch.setattr(log, "SAID", {})
+    caplog.set_level(logging.DEBUG, logger="quire")
+
+    def new() -> list[str]:
+        found = [f"{record.name}: {record.getMessage()}" for record in caplog.records]
+        caplog.clear()
+        return found
+
+    return new
+
+
+def small(device: str, lens=LENS, **spec) -> Problem:
+    return make_problem(quire.AttentionSpec(**HEADS | {"head_dim": 16} | spec), lens, device=device)
+
+
+def plan_for(problem: Problem, **options) -> quire.Plan:
+    return quire.plan(problem.spec, problem.batch, **problem.bounds, **options)
+
+
+def test_a_decision_is_said_once_with_what_was_asked_and_why(device, lines):
+    problem = small(device, sliding_window=7)
+    plan = plan_for(problem)
+    (line,) = [line for line in lines() if line.startswith("quire.plan")]
+    asked = "2 sequences, at most 1 query and 20 keys each, 4/2/16 float16, sliding_window=7"
+    assert line.startswith(f"quire.plan: {asked} -> {plan.launch}; {plan.reason}")
+    assert (plan.kernel == "torch") != ("; hopper does not serve " in line)  # which was asked before
+    plan_for(problem)  # the next step's
+    assert not lines()
+    plan_for(small(device))
+    assert len(lines()) == 1
+
+
+@pytest.mark.triton
+def test_options_of_a_plan_are_said(device, lines):
+    plan_for(small(device), num_splits=2)
+    assert " num_splits=2 -> split-KV kernel" in lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"head_dim": 32, "head_dim_v": 16, "causal": False, "sinks": True}, "4/2/32/16 float16, not causal, sinks"),
+        ({"head_dim": 32, "kv_dtype": torch.int8, "alibi": True}, "4/2/32 float16, a cache in int8, alibi"),
+    ],
+)
+def test_a_spec_in_words_says_what_is_not_usual(spec, words):
+    assert log.words_of(quire.AttentionSpec(**HEADS | spec)) == words
+
+
+def test_latents_in_words_have_the_widths_of_a_slot():
+    assert log.words_of(quire.AttentionSpec.mla(num_q_heads=8, softmax_scale=1.0)) == (
+        "8 heads on latents of 512+64 bfloat16"
+    )
+
+
+def test_nothing_is_said_while_no_logger_is_on(device, caplog):
+    assert not any(map(log.is_on, (log.PLAN, log.LAUNCH, log.START)))
+    problem = small(device)
+    quire.attention(problem.q, problem.cache, plan_for(problem))
+    assert not caplog.records
+
+
+def test_what_was_said_is_remembered_within_a_bound(lines, monkeypatch):
+    monkeypatch.setattr(log, "MOST_SAID", 2)
+    for line in ("one", "two", "two", "three", "one"):
+        log.say_once(log.START, line)
+    assert lines() == [f"quire.start: {line}" for line in ("one", "two", "three", "one")]
+    assert len(log.SAID) == 2
+
+
+@pytest.mark.parametrize(("wanted", "speak"), [("", 0), ("plan", 1), ("launch", 0), ("all", 1)])
+def test_the_variable_writes_to_standard_error_what_no_application_takes(wanted, speak):
+    environment = os.environ | {"QUIRE_LOG": wanted, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    own, of_application = done.stderr.splitlines(), done.stdout.splitlines()
+    assert len(own) == len(of_application) == speak
+    assert all(
+        line.startswith("quire.plan: 3 sequences, at most 1 query and 8 keys each, 4/2/16 float32") for line in own
+    )
+    assert all(line.startswith("application: 3 sequences") and "8/2/16" in line for line in of_application)
+
+
+def test_an_unknown_value_of_the_variable_is_named_in_a_warning():
+    with pytest.warns(UserWarning, match="QUIRE_LOG must be plan, launch or all, got 'everything'"):
+        log.show("everything")
+
+
+@pytest.mark.triton
+def test_a_launch_names_its_kernel_and_grid(device, lines):
+    problem = small(device)
+    plan = plan_for(problem)
+    lines()
+    for _ in range(2):
+        quire.attention(problem.q, problem.cache, plan)
+    (line,) = lines()
+    assert line.startswith("quire.launch: ") and f"_kernel, grid {plan.launch.num_programs(2)} × 1 × 1, " in line
+
+
+@pytest.mark.triton
+def test_a_fallback_says_which_strides_are_to_blame(device, lines):
+    problem = small(device, ((40, 60),), num_q_heads=8, kv_dtype=torch.float8_e4m3fn, head_dim=64)
+    odd = replace(problem, cache=with_odd_starts(problem.cache))
+    for _ in range(2):  # steps
+        plan = plan_for(problem, batch_invariant=True)
+        for cache in (problem.cache, odd.cache, odd.cache):
+            quire.attention(problem.q, cache, plan)
+    (line,) = [line for line in lines() if "in place of" in line]
+    named = f"{plan.launch.fallback.name} in place of {plan.launch.name}, which does not serve NHD strides"
+    assert named in line and str(odd.cache.k.stride()) in line
+
+
+@pytest.mark.triton
+def test_a_warm_up_says_how_many_kernels_it_launched(device, lines):
+    problem = small(device)
+    names = quire.warmup(problem.spec, problem.cache, max_num_seqs=1, max_num_tokens=1, max_seq_len=16)
+    line = next(line for line in lines() if line.startswith("quire.start: "))
+    assert line.startswith(f"quire.start: warm-up of 4/2/16 float16: {len(names)} launches in ")
+
+
+@pytest.mark.pytorch
+def test_an_operator_is_said_when_it_is_traced(device, lines):
+    problem = small(device)
+    plan = plan_for(problem)
+    lines()
+    attend = torch.compile(lambda q: quire.attention(q, problem.cache, plan), backend="eager", fullgraph=True)
+    for _ in range(2):
+        attend(problem.q)
+    assert [line for line in lines() if line.startswith("quire.start")] == [
+        "quire.start: torch.compile traced quire::attention for 4/2/16 float16"
+    ]
+
+
+def hopper_launch(spec: quire.AttentionSpec, kernel: str):
+    request = Request(spec, 1, True, Bounds(64, 64, 64), TARGETS["sm90"].properties)
+    return decide(request, Options(kernel=kernel))[0]
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "page_size", "per_token", "reason"),
+    [
+        ((2048, 128, 64, 1), 0, 16, True, "scales per token and head"),
+        ((512, 32, 16, 1), 1, 16, False, "k at an address that 16 does not divide"),
+        ((288, 36, 16, 1), 0, 8, False, "k with shape (2, 8, 2, 16) and strides (288, 36, 16, 1), layout NHD"),
+        ((272, 136, 68, 1), 0, 2, False, "pages of 2"),
+    ],
+)
+def test_a_fallback_of_the_hopper_kernel_says_what_tma_cannot_address(strides, offset, page_size, per_token, reason):
+    dim = 64 if per_token or page_size == 2 else 16
+    dtype = torch.int8 if per_token else torch.float16
+    x = torch.zeros(4096, dtype=dtype).as_strided((2, page_size, 2, dim), strides, offset)
+    scales = torch.ones(2, page_size, 2) if per_token else None
+    cache = quire.PagedKVCache(x, x, "NHD", scales, scales)
+    launch = hopper_launch(quire.AttentionSpec(**HEADS | {"head_dim": dim}, kv_dtype=dtype), "hopper")
+    assert launch.for_cache(cache) is launch.fallback and tma.matrices_of_cache(cache) is None
+    assert launch.unserved(cache) == reason
+
+
+def test_a_fallback_for_queries_names_their_strides():
+    x = torch.zeros(2, 16, 2, 64, dtype=torch.float16)
+    launch, q = hopper_launch(quire.AttentionSpec(**HEADS | {"head_dim": 64}), "hopper"), torch.zeros(65, 4, 68)
+    q, cache = q.half()[:, :, :64], quire.PagedKVCache(x, x)
+    assert launch.for_cache(cache, q) is launch.fallback
+    assert (
+        launch.unserved(cache, q) == f"queries with strides (272, 68, 1) at an address of {q.data_ptr() % 16} modulo 16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "layout", "page_size", "reason"),
+    [
+        (None, "NHD", 2, "pages of 2"),
+        (torch.float8_e4m3fn, "fp8_ds_mla", 64, "records of vLLM's fp8_ds_mla"),
+    ],
+)
+def test_a_fallback_of_the_kernel_for_latents_says_why(kv_dtype, layout, page_size, reason):
+    spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=1.0, kv_dtype=kv_dtype)
+    cache = quire.PagedKVCache.empty(spec, 2, page_size, layout=layout)
+    launch = hopper_launch(spec, "mla_hopper")
+    assert launch.for_cache(cache) is launch.fallback
+    assert launch.unserved(cache) == reason
+
+
+def test_launches_have_ranges_in_plans_of_a_profiler_alone(device):
+    problem = small(device)
+    before = plan_for(problem)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        quire.attention(problem.q, problem.cache, before)
+        plan = plan_for(problem)
+        out = quire.attention(problem.q, problem.cache, plan)
+    assert isinstance(plan.runner, ranges.InRange) and not isinstance(before.runner, ranges.InRange)
+    assert not isinstance(plan_for(problem).runner, ranges.InRange)
+    found = [(event.name) for event in recorded.events() if event.name.startswith("quire ")]
+    assert found == [f"quire {plan.kernel}: 2 sequences, at most 1 query and 20 keys each"]
+    assert torch.equal(out, quire.attention(problem.q, problem.cache, before))
+
+
+def test_a_launch_in_a_range_still_writes_new_tokens(device):
+    problem = small(device)
+    new = {"k": problem.cache.k[0, :2].clone(), "v": problem.cache.v[0, :2].clone()}
+    new["slot_mapping"] = torch.full((2,), -1, device=device)
+    plan = plan_for(problem)
+    ranged = replace(plan, runner=ranges.in_range(plan.runner, "a range"))
+    served = isinstance(plan.runner, PortableRunner)
+    assert (ranged.appender(problem.cache) is not None) == (plan.appender(problem.cache) is not None) == served
+    outs = [quire.attention(problem.q, problem.cache, some, **new) for some in (plan, ranged)]
+    assert torch.equal(*outs)
+
+
+def test_ranges_are_those_of_nvtx_where_a_gpu_is_profiled(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+
+    def fail() -> None:
+        calls.append("launch")
+        raise InterruptedError
+
+    for nvtx in (False, True):
+        monkeypatch.setattr(ranges, "NVTX", nvtx)
+        with pytest.raises(InterruptedError):
+            ranges.in_range(fail, "quire")()  # pyright: ignore[reportArgumentType]
+    assert calls == ["launch", "quire", "launch", "end"]
