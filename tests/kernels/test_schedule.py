@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import quire
+from quire import debug
 from quire.dispatch import tree
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
@@ -364,3 +365,24 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     del first, second, other, made
     gc.collect()
     assert len(scheduling.SCHEDULERS) <= number - 2
+
+
+def test_a_recorded_call_with_a_stale_schedule_warns_and_is_right(device, tmp_path):
+    spec = quire.AttentionSpec(**HEADS)
+    p = make_problem(spec, ((1, 300), (1, 40)), device=device, one_query=True)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=4, config=SMALL)
+
+    def recorded() -> Any:
+        with debug.record(tmp_path / "call.quire"):
+            return quire.attention(p.q, p.cache, plan, return_lse=True)
+
+    recorded()
+    recorded()
+    p.batch.seq_lens.copy_(torch.tensor([290, 5]))
+    recorded()
+    set_unseen(p.batch.seq_lens, (170, 20))
+    with pytest.warns(UserWarning, match=r"call plan.update\(\) after that kernel") as warned:
+        state = recorded()
+    assert [w.filename for w in warned] == [__file__]
+    assert error_budget(p, state).passed
+    recorded()

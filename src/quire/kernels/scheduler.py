@@ -4,7 +4,7 @@ A schedule says what each program of a launch attends to. A kernel of the launch
 the device, and the launches of all layers read it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -73,9 +73,7 @@ class Scheduler:
             asked: as `Scheduled.search` takes it.
         """
         device = self.lengths.seq_lens.device
-        # An inference tensor does not count what is written to it.
-        versions = (tensor._version for tensor in self.read) if self.has_versions else (object(),)
-        wanted = asked, capture_id(device), *versions
+        wanted = asked, capture_id(device), *self.versions()
         if wanted == self.found:
             return False
         search = self.launch.search(asked)
@@ -89,9 +87,23 @@ class Scheduler:
         self.found = wanted
         return True
 
+    def versions(self) -> Iterator[object]:
+        """Return how often PyTorch wrote to each of the lengths. An inference tensor does not count what is written."""
+        return (tensor._version for tensor in self.read) if self.has_versions else iter((object(),))
+
     def forget(self) -> None:
         """Let the schedule be found again, in the memory where it is."""
         self.found = self.found[:2]
+
+    def is_stale(self) -> bool:
+        """Find the schedule again if the next launch would not; return whether it is another one. Waits for the GPU."""
+        if self.tensors is None or self.found[2:] != (*self.versions(),):
+            return False
+        known = [tensor.clone() for tensor in self.tensors if tensor is not None]
+        self.forget()
+        self.find(self.found[0])
+        found = (tensor for tensor in self.tensors if tensor is not None)
+        return not all(map(torch.equal, known, found))
 
 
 def lengths_of(batch: Batch) -> tuple[torch.Tensor | None, ...]:
@@ -109,8 +121,6 @@ def scheduler_of(launch: Scheduled, batch: Batch) -> Scheduler:
     return found
 
 
-def forget_schedules(batch: Batch) -> None:
-    """Let all schedules for a batch's lengths be found again, each before the next launch that reads it."""
-    for scheduler in list(SCHEDULERS.values()):
-        if scheduler.lengths.seq_lens is batch.seq_lens:
-            scheduler.forget()
+def schedulers_for(batch: Batch) -> list[Scheduler]:
+    """Return all schedules for a batch's lengths."""
+    return [scheduler for scheduler in list(SCHEDULERS.values()) if scheduler.lengths.seq_lens is batch.seq_lens]

@@ -79,7 +79,7 @@ def hopper_kernel(
     q_desc,  # TMA descriptor of boxes of HEADS heads and their rows; its type says `runner.LEAST_ROWS`
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
-    places, summary,  # of `tile_scheduler.Batch`
+    places, summary, seq_lens, cu_seqlens_q, query_offsets,  # of `tile_scheduler.Batch`
     tile_counter,  # [1] int32 of `queue.py`, 0 between launches
     partials, arrivals,  # float32 scratch and int32 counters, which are 0 between launches; None without CUT_SLOTS
     scale, softcap, window_left, window_right,
@@ -123,7 +123,7 @@ def hopper_kernel(
         num_splits, last_part, partials, arrivals, kv.scale_head,
     )  # fmt: skip
     sources = Sources(q_desc, k_source, v_source, k_tile_desc, v_tile_desc)
-    batch = Batch(kv, places, summary, window_left, window_right)
+    batch = Batch(kv, places, summary, seq_lens, cu_seqlens_q, query_offsets, window_left, window_right)
     division = Division(tile_counter, num_splits, section, stride_table, last_part, outputs.lse_ptr, stride_lse)
     # The lists after the functions: warps and registers of all but the first.
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if KV_BOX == 0 else 1
