@@ -119,11 +119,12 @@ def warn_if_stale(batch: Batch) -> None:
         return
     from quire.kernels.scheduler import schedulers_for  # which imports Triton
 
-    if any([scheduler.is_stale() for scheduler in schedulers_for(batch)]):
+    stale = [scheduler for scheduler in schedulers_for(batch) if scheduler.is_stale()]
+    if stale:
         warnings.warn(
-            "seq_lens and the batch's other lengths must be written by PyTorch or be followed by plan.update(), got values "
-            "that a kernel wrote unnoticed, for which results are NaN; call plan.update() after that kernel. The recorded "
-            "call reads them again",
+            "seq_lens and the batch's other lengths must be written by PyTorch or be followed by plan.update(), got "
+            "values that a kernel wrote unnoticed, for which results are NaN; call plan.update() after that kernel. The "
+            "recorded call reads them again",
             stacklevel=4,
         )
 
