@@ -247,6 +247,25 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     assert state.out[[5, 139]].isnan().all() and state.lse[[5, 139]].isnan().all()
 
 
+@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, E4M3, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("lens", [MIXED, ((700, 5000), (200, 300))], ids=["mixed", "cut"])
+def test_sequences_whose_row_blocks_were_found_for_other_lengths_are_nan(lens, bound, extra):
+    """A kernel has written to the lengths, which a plan does not notice. The others' bits stay, and no counter is left."""
+    p, plan = make_plan_and_problem(quire.AttentionSpec(**LLAMA | extra), lens, bound)
+    right, known = quire.attention(p.q, p.cache, plan), p.batch.seq_lens.clone()
+    i = max(range(len(lens)), key=lambda i: lens[i])
+    known[i] -= 100
+    torch.from_dlpack(p.batch.seq_lens).copy_(known)
+    out, ends = quire.attention(p.q, p.cache, plan), p.batch.cu_seqlens_q[1:-1].cpu()
+    for at, (rows, those) in enumerate(zip(out.tensor_split(ends), right.tensor_split(ends), strict=True)):
+        assert rows.isnan().all() if at == i else torch.equal(rows, those)
+    plan.update()
+    known[i] += 100
+    p.batch.seq_lens.copy_(known)
+    assert torch.equal(quire.attention(p.q, p.cache, plan), right)
+
+
 def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
     """Its first query sees all keys of the tile but the last, so the tile needs a mask."""
     assert_right(quire.AttentionSpec(**LLAMA | {"head_dim": 64}), ((130, 256), (66, 192), (300, 682)))

@@ -123,8 +123,8 @@ def warn_if_stale(batch: Batch) -> None:
     if stale:
         warnings.warn(
             "seq_lens and the batch's other lengths must be written by PyTorch or be followed by plan.update(), got "
-            "values that a kernel wrote unnoticed, for which results are NaN; call plan.update() after that kernel. The "
-            "recorded call reads them again",
+            "values that a kernel wrote unnoticed, for which results are NaN; call plan.update() after that kernel. "
+            "The recorded call reads them again",
             stacklevel=4,
         )
 
