@@ -251,7 +251,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("lens", [MIXED, ((700, 5000), (200, 300))], ids=["mixed", "cut"])
 def test_sequences_whose_row_blocks_were_found_for_other_lengths_are_nan(lens, bound, extra):
-    """A kernel has written to the lengths, which a plan does not notice. The others' bits stay, and no counter is left."""
+    """A kernel has written to the lengths, which a plan does not notice. Others keep their bits; no counter is left."""
     p, plan = make_plan_and_problem(quire.AttentionSpec(**LLAMA | extra), lens, bound)
     right, known = quire.attention(p.q, p.cache, plan), p.batch.seq_lens.clone()
     i = max(range(len(lens)), key=lambda i: lens[i])
