@@ -1,6 +1,6 @@
 """What the Hopper kernel computes from lengths, intervals and strides, without a GPU.
 
-The functions are run as Python, with numbers in place of Gluon's scalars and NumPy's arrays in place of Triton's tensors.
+Functions are run as Python, with numbers in place of Gluon's scalars and NumPy's arrays in place of Triton's tensors.
 """
 
 import itertools
