@@ -238,8 +238,8 @@ IN_INTERPRETER = {
     ),
     "lengths that were written to are not read again": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, capture_id(device)",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, capture_id(self.device)",
         FOUND_AGAIN,
     ),
     "a new plan with the schedule of one before": Mutant(
@@ -250,8 +250,8 @@ IN_INTERPRETER = {
     ),
     "a graph without its schedule": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, 0, *versions",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, 0, *self.versions()",
         FOUND_AGAIN,
     ),
     "partials combined without weights": Mutant(
