@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
     """
     schedules = [kernel for kernel in compiled if kernel.kernel in launches.SCHEDULES]
     for kernel in schedules:
-        warps, shared = (4, 512) if kernel.kernel == "find_row_blocks" else (1, 0)
+        warps, shared = (4, 2048) if kernel.kernel == "find_row_blocks" else (1, 0)  # 512 with Triton 3.9.0
         assert kernel.num_warps == warps and kernel.shared <= shared and not kernel.spills, kernel
     return [kernel for kernel in compiled if kernel not in schedules]
 
@@ -267,7 +268,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     """
     spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
     # The launch for decoding sequences is another kernel, which other tests compile.
-    monkeypatch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
+    monkeypatch.setattr(SplitKVLaunch, "bind", mock.Mock())
     launch = Launch(spec, 8, 512, max_seq_len, num_tokens, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
     kernel = without_schedules(compiled)[0]
