@@ -116,7 +116,7 @@ def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
     """
     schedules = [kernel for kernel in compiled if kernel.kernel in launches.SCHEDULES]
     for kernel in schedules:
-        warps, shared = (4, 2048) if kernel.kernel == "find_row_blocks" else (1, 0)  # 512 with Triton 3.9.0
+        warps, shared = (4, 2048) if kernel.kernel == "hopper_schedule_kernel" else (1, 0)  # 512 with Triton 3.9.0
         assert kernel.num_warps == warps and kernel.shared <= shared and not kernel.spills, kernel
     return [kernel for kernel in compiled if kernel not in schedules]
 
@@ -190,7 +190,7 @@ def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size,
     spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
-    assert [kernel.kernel for kernel in compiled] == ["find_row_blocks", "hopper_kernel"]
+    assert [kernel.kernel for kernel in compiled] == ["hopper_schedule_kernel", "hopper_kernel"]
     box, box_of_a_tile = plan.launch.boxes(quire.PagedKVCache.empty(spec, 1, page_size))
     assert box == 0 and (box_of_a_tile > 0) == (page_size == 131)
     for kernel in without_schedules(compiled):
@@ -341,7 +341,7 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
 
     Nor does the schedule of such a batch.
     """
-    kernel, finder = hopper_kernel.hopper_kernel, hopper_schedule.find_row_blocks
+    kernel, finder = hopper_kernel.hopper_kernel, hopper_schedule.hopper_schedule_kernel
     keys_of_intervals = hopper_schedule.keys_of_intervals
     again = gluon.jit(
         kernel.fn,
@@ -354,14 +354,14 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
         (hopper_convert, "read_range", reads_no_range),
         (hopper_runner, "hopper_kernel", again),
         (hopper_schedule, "keys_of_intervals", finds_no_keys),
-        (hopper_schedule, "find_row_blocks", finder_again),
+        (hopper_schedule, "hopper_schedule_kernel", finder_again),
     )
     for module, name, function in replaced:
         monkeypatch.setattr(module, name, function)
     with compiling(TARGETS["sm90"]):
         launches.attend("prompt", 128, "plain")
         launches.attend("prefill", 128, "fp8 products")
-        assert [name for name, _, _ in first_stages] == ["find_row_blocks", "hopper_kernel"] * 2
+        assert [name for name, _, _ in first_stages] == ["hopper_schedule_kernel", "hopper_kernel"] * 2
         for batch, features in (("prompt", launches.FEATURES["plain"]), ("prefill", launches.FEATURES["fp8 products"])):
             wanted = replace(features, per_token=INTERVALS)
             plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
@@ -369,7 +369,7 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
                 quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
             with monkeypatch.context() as patch, pytest.raises(triton.CompilationError, match=r"warp_specialize\("):
                 patch.setattr(hopper_schedule, "keys_of_intervals", keys_of_intervals)
-                patch.setattr(hopper_schedule, "find_row_blocks", finder)
+                patch.setattr(hopper_schedule, "hopper_schedule_kernel", finder)
                 quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
 
 

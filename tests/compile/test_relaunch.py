@@ -105,7 +105,7 @@ def attend(plan, **inputs):
 def schedules_of(launch):
     """Return the kernels that find schedules before the first layer."""
     if launch.name == "hopper":
-        return ["find_row_blocks"] if launch.decode is None else ["find_row_blocks", "schedule_kernel"]
+        return ["hopper_schedule_kernel"] if launch.decode is None else ["hopper_schedule_kernel", "schedule_kernel"]
     return ["schedule_kernel"] if launch.name == "split_kv" else []
 
 
@@ -352,7 +352,7 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         before = len(passed)
         attend(without_launches(plan), **inputs | queries)
         assert again == passed[before:] != passed[:2]
-        assert [name for name, *_ in again] == ["find_row_blocks", "hopper_kernel"]
+        assert [name for name, *_ in again] == ["hopper_schedule_kernel", "hopper_kernel"]
 
 
 def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched(passed, monkeypatch):

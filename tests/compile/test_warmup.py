@@ -65,7 +65,14 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
     combining = {"combine_kernel", "combine_partials_kernel"}
     assert (
         kernels
-        == {"write_kernel", "block_kernel", "schedule_kernel", "split_kv_kernel", "find_row_blocks", "hopper_kernel"}
+        == {
+            "write_kernel",
+            "block_kernel",
+            "schedule_kernel",
+            "split_kv_kernel",
+            "hopper_schedule_kernel",
+            "hopper_kernel",
+        }
         | combining
     )
 
@@ -127,7 +134,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
     portable = {"block_kernel", "schedule_kernel", "split_kv_kernel", "combine_partials_kernel"}
-    of_hopper = set() if "token" in kind else {"find_row_blocks", "hopper_kernel", "combine_kernel"}
+    of_hopper = set() if "token" in kind else {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
     assert kernels == {write} | portable | of_hopper
     assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
@@ -145,7 +152,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
             "schedule_kernel",
             "split_kv_kernel",
             "combine_partials_kernel",
-            "find_row_blocks",
+            "hopper_schedule_kernel",
             "hopper_kernel",
             "combine_kernel",
         ]

@@ -120,7 +120,7 @@ def produce(memory, sources, batch, division, config):
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
         at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
-        seq, is_stale, work, keys, kv_stop = find_work_tile(batch, at, division, config)
+        seq, work, keys, kv_stop = find_work_tile(batch, at, division, config)
         first_value = 0  # column
         if PARTS > 1:
             first_value = at.part * config.HEAD_DIM_V
@@ -154,12 +154,7 @@ def produce(memory, sources, batch, division, config):
                 load_keys(k, kv_head, tile_i, find_boxes(k, kv_head, pages, lane, pos, config), pos, visible, config)
             stage = memory.q.acquire(work_i)
             publish_work_tile(memory.published, stage, work, keys)
-            if is_stale:  # the result is NaN
-                fill_rows(memory.q, stage, 0, 0, memory.q.tiles.shape[1], -1)
-                fence_async_shared()
-                expect_bytes(memory.q.full.index(stage), 0)
-            else:
-                load_queries(memory.q, stage, sources.q_desc, work, config, ZEROS)
+            load_queries(memory.q, stage, sources.q_desc, work, config, ZEROS)
             work_i += 1
 
         waits = left < 0  # whether `finish_edge` has to hand over the last tile of values
@@ -348,7 +343,7 @@ def finish_edge(v_pipe, i, waits, pos, visible, edge_i, config):
     if waits:
         wait_at(v_pipe.full, spare_barrier(v_pipe, edge_i), edge_i // SPARES)
         stage = i % v_pipe.STAGES
-        fill_rows(v_pipe, stage, visible.low - pos, visible.high - pos, config.BLOCK_N, 0)
+        zero_rows(v_pipe, stage, visible.low - pos, visible.high - pos, config.BLOCK_N)
         fence_async_shared()  # consumers read by the async proxy what was stored by the generic one
         expect_bytes(v_pipe.full.index(stage), 0)
         edge_i += 1
@@ -356,8 +351,8 @@ def finish_edge(v_pipe, i, waits, pos, visible, edge_i, config):
 
 
 @gluon.jit
-def fill_rows(pipe, stage, seen_from, seen_to, NUM_ROWS: gl.constexpr, WORD: gl.constexpr):
-    """Fill the rows of a stage's tile before `seen_from`, and from `seen_to` on, with a word of 32 bits.
+def zero_rows(pipe, stage, seen_from, seen_to, BLOCK_N: gl.constexpr):
+    """Zero the rows of a stage's tile before `seen_from`, and from `seen_to` on.
 
     A tile is a row of groups: eight rows of one panel each, here of words of two numbers. A program runs this a few
     times, so it is a short loop.
@@ -365,18 +360,18 @@ def fill_rows(pipe, stage, seen_from, seen_to, NUM_ROWS: gl.constexpr, WORD: gl.
     WORDS: gl.constexpr = SWIZZLE_BYTES // 4  # of a row
     GROUPS: gl.constexpr = pipe.tiles.shape[0] * pipe.tiles.shape[1] * pipe.tiles.shape[2] // (2 * 8 * WORDS)
     EACH: gl.constexpr = GROUPS // pipe.STAGES
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
     STORED: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE_BYTES.value, 32, 2)
     groups = reinterpret(pipe.tiles, gl.int32, [GROUPS, 8, WORDS], STORED)
-    words = gl.full([8, WORDS], WORD, gl.int32, LAYOUT)
+    zeros = gl.zeros([8, WORDS], gl.int32, LAYOUT)
     # The first groups may all be visible. Besides, a loop whose length is not known is not unrolled.
     begin = gl.where(seen_from > 0, 0, gl.maximum(seen_to, 0) // 8)
     for i in range(begin, EACH):
-        row = 8 * i % NUM_ROWS
+        row = 8 * i % BLOCK_N
         group = groups.index(stage * EACH + i)
         if (row + 8 <= seen_from) | (row >= seen_to):
-            group.store(words)
+            group.store(zeros)
         elif (row < seen_from) | (row + 8 > seen_to):
             rows = row + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             seen = (rows >= seen_from) & (rows < seen_to)
-            group.store(gl.where(seen[:, None], group.load(LAYOUT), words))
+            group.store(gl.where(seen[:, None], group.load(LAYOUT), zeros))

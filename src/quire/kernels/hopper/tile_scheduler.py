@@ -19,9 +19,6 @@ class Batch(NamedTuple):
     kv: Any  # views.KVLayout
     places: Any  # [max_places, FIELDS] int32, `schedule.RowBlock`
     summary: Any  # [3] int32: how many places there are, and the last two fields of `queue.Queue`
-    seq_lens: Any  # like the next two: as they are now
-    cu_seqlens_q: Any
-    query_offsets: Any
     window_left: Any
     window_right: Any
 
@@ -78,14 +75,9 @@ def place_of_work_tile(index, num_row_blocks, num_singles, division, config):
 
 @gluon.jit
 def find_work_tile(batch, at, division, config):
-    """Return the work tile at a Place.
+    """Return the sequence of the work tile at a Place, the work tile, and where its keys end.
 
-    Returns:
-        seq: its sequence.
-        is_stale: whether the sequence has other lengths now than when its row blocks were found.
-        work: the WorkTile.
-        keys: its Range or Cut, or () of neither.
-        kv_stop: where its keys end.
+    Between them is its Range or Cut, or () of neither.
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
     PARTS: gl.constexpr = config.PARTS
@@ -94,11 +86,6 @@ def find_work_tile(batch, at, division, config):
     seq, token, q_start, q_len = gl.load(found), gl.load(found + 1), gl.load(found + 2), gl.load(found + 3)
     first_pos, seq_len = gl.load(found + 4), gl.load(found + 5)
     kv_start, kv_stop = gl.load(found + 6), gl.load(found + 7)
-    starts = batch.cu_seqlens_q + seq
-    is_stale = (gl.load(batch.seq_lens + seq) != seq_len) | (gl.load(starts) != q_start)
-    is_stale |= gl.load(starts + 1) != q_start + q_len
-    if batch.query_offsets is not None:
-        is_stale |= gl.load(batch.query_offsets + seq) != first_pos
     keys = ()
     if config.CUT_SLOTS > 0:
         of_row_block = head // config.HEADS * PARTS
@@ -115,5 +102,4 @@ def find_work_tile(batch, at, division, config):
         tile -= num_tiles - 1
     if PARTS > 1:
         split = split * PARTS + at.part
-    work = WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, num_tiles, split)
-    return seq, is_stale, work, keys, kv_stop
+    return seq, WorkTile(head, token, q_start, q_len, first_pos, seq_len, tile, num_tiles, split), keys, kv_stop
