@@ -9,13 +9,12 @@ import json
 import math
 import os
 import random
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
-import triton
-import triton.language as tl
 from figures import COLOURS, GREY, ROOT, WIDTH, write
 from matplotlib import pyplot
 from matplotlib.figure import Figure
@@ -26,9 +25,9 @@ from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
+from quire.kernels.scheduler import Scheduler
 from quire.kernels.split_kv.choice import choose
-from quire.kernels.split_kv.schedule import Schedule, find_partition
-from quire.kernels.views import KVLayout
+from quire.kernels.split_kv.schedule import PART_FIELDS
 from quire.targets import TARGETS
 
 RESULTS = ROOT / "docs/results/h200.json"
@@ -170,38 +169,20 @@ def is_partial(seen: torch.Tensor, row: int, key: int, rows_of: int, block_n: in
     return bool(seen[top : top + rows_of, left : left + block_n].any())
 
 
-@triton.jit
-def partitions_kernel(
-    low_ptr, high_ptr, kv, num_seqs, num_partitions, combine_cost, window_left, window_right,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT_TILES: tl.constexpr,
-    TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,
-):  # fmt: skip
-    """Store where each partition begins and ends, as `split_kv_kernel` finds it."""
-    S: tl.constexpr = Schedule(
-        GROUP, BLOCK_M, BLOCK_N, 32, False, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT, TWO_LEVEL_MIN_TILES
-    )
-    partition = tl.program_id(0)
-    low, high, _size, _seq, _seq_unit = find_partition(
-        kv, None, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
-    )
-    tl.store(low_ptr + partition, low)
-    tl.store(high_ptr + partition, high)
-
-
 def find_partitions(seq_lens: list[int]) -> tuple[Any, list[tuple[int, int]]]:
     """Return the launch that an H200 gets for decoding sequences, and the tiles of each of its partitions."""
     bounds = Bounds(1, max(seq_lens), len(seq_lens))
     request = Request(HEADS, len(seq_lens), False, bounds, TARGETS["sm90"].properties)
     launch: Any = choose(request, Options())[0]
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    kv = KVLayout(lengths, None, lengths, None, *[0] * 4, *[None] * 4, *[0] * 3)
-    low, high = (torch.zeros(launch.num_partitions, dtype=torch.int32) for _ in range(2))
-    partitions_kernel[(launch.num_partitions,)](
-        low, high, kv, len(seq_lens), launch.num_partitions, launch.combine_cost, *HEADS.window,
-        HEADS.group_size, launch.config.block_m, launch.config.block_n, launch.costs.min_split_tiles,
-        launch.costs.two_level_combine_discount, launch.two_level_min_tiles,
-    )  # fmt: skip
-    return launch, [(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
+    search = launch.search(launch.config.block_n)
+    meta = {name: value for name, value in search.meta.items() if name != "launch_pdl"} | {"PDL": False}
+    found: Any = SimpleNamespace(search=lambda asked: search._replace(meta=meta))  # the interpreter knows no PDL
+    schedule = Scheduler(found, quire.Batch(lengths[:, None], lengths))
+    schedule.find(launch.config.block_n)
+    assert schedule.tensors is not None
+    parts = schedule.tensors[0][: launch.num_partitions * PART_FIELDS.value].view(-1, PART_FIELDS.value)
+    return launch, [(low, high) for low, high in parts[:, :2].tolist() if low < high]
 
 
 def partitions() -> Figure:

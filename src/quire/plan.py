@@ -1,7 +1,8 @@
 """`Plan`: how a batch is launched, decided once per step (or once per captured graph) and shared by all layers.
 
 A plan is made from host numbers only. Lengths and page tables stay on the device. They may change between launches,
-within the bounds that the plan was made for.
+within the bounds that the plan was made for. Some kernels find a schedule from the lengths, once for all layers. It is
+found again after PyTorch wrote to the lengths, and in each replay of a captured graph.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -131,6 +132,23 @@ class Plan:
         """
         return self.launch.for_cache(cache, q)
 
+    def update(self) -> None:
+        """Say that lengths have changed: the next launch reads them again.
+
+        Nothing has to be said where PyTorch wrote them, to a captured graph, or to a new plan. A kernel of another
+        library is not noticed. If it writes lengths within a graph, call this in the capture, after that kernel.
+
+        Examples:
+            >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+            >>> batch = quire.Batch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+            >>> quire.plan(spec, batch, max_query_len=1, max_seq_len=8).update()
+        """
+        if not is_served_by_torch(self.batch.device):
+            from quire.kernels.scheduler import schedulers_for  # which imports Triton
+
+            for scheduler in schedulers_for(self.batch):  # each is found before the next launch that reads it
+                scheduler.forget()
+
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
         runner = self.runner
@@ -185,6 +203,10 @@ def plan(
     Make a plan once per step and pass it to every layer with this spec. For a captured graph, make it once, with the
     largest lengths that the graph has to serve, before the capture begins. A plan holds scratch memory: two plans may
     run at the same time, each on the stream that it was made on; one plan may not.
+
+    Lengths may change within the bounds. A plan notices what PyTorch writes to them, and a captured graph reads them in
+    each replay. After a kernel of another library wrote to them, make a new plan or call `plan.update()`: else results
+    may be NaN, but never those of other lengths. The same holds for intervals, but without one, results may be wrong.
 
     Args:
         spec: what is computed.

@@ -331,8 +331,8 @@ def test_without_a_gpu_what_kernels_need_is_reported(tmp_path):
     assert main(["bench", "roofline", "--device", "A100", "--only", "decode 1x4096 12", "--output", str(tmp_path)]) == 0
     row = results.load(tmp_path).rows[0]
     assert row.compiled is not None
-    (kernel,) = row.compiled
-    assert kernel.kernel == "split_kv_kernel"
+    schedule, kernel = row.compiled
+    assert (schedule.kernel, kernel.kernel) == ("schedule_kernel", "split_kv_kernel")
     assert kernel.registers > 32
     assert kernel.spills == 0
     assert kernel.occupancy >= 1

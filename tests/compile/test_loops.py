@@ -39,8 +39,8 @@ def test_the_loop_without_loops_inside_is_found_and_counted():
 @pytest.mark.parametrize("head_dim", [extended(128), 120])
 def test_decode_s_loop_multiplies_on_tensor_cores_and_copies_ahead(head_dim, monkeypatch):
     """It copies 16 bytes at once, also where strides are multiples of 8 elements and not of 16."""
-    monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: kernel.asm["cubin"])
+    monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: (name, kernel.asm["cubin"]))
     with compiling(TARGETS["sm90"]) as cubins:
         launches.attend("decode", head_dim, "plain")
-    loop = loops.innermost_loops(loops.disassemble(cubins[0]))[0]
+    loop = loops.innermost_loops(loops.disassemble(dict(cubins)["split_kv_kernel"]))[0]
     assert loops.count_kinds(loop)["tensor cores"] == 32 and sum(op.startswith("LDGSTS") for op in loop) == 16

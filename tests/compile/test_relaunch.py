@@ -27,6 +27,8 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
+from quire.kernels.portable import FOUND_NOW
+from quire.kernels.scheduler import SCHEDULERS
 from quire.kernels.scratch import Part
 from quire.kernels.tensor_maps import KEPT, Format
 from quire.kernels.views import Partials
@@ -94,9 +96,24 @@ def passed(monkeypatch):
     return Launcher.passed
 
 
+def attend(plan, **inputs):
+    """Attend after a write to the lengths, so that the schedule is found first, also if another plan has found it."""
+    plan.batch.seq_lens.add_(0)
+    return quire.attention(**inputs, plan=plan)
+
+
+def schedules_of(launch):
+    """Return the kernels that find schedules before the first layer."""
+    if launch.name == "hopper":
+        return ["hopper_schedule_kernel"] if launch.decode is None else ["hopper_schedule_kernel", "schedule_kernel"]
+    return ["schedule_kernel"] if launch.name == "split_kv" else []
+
+
 def without_launches(plan):
-    """Return the same plan when neither it nor another plan has compiled launches."""
+    """Return the same plan when neither it nor another plan has compiled launches. Both share a schedule."""
     launcher.SHARED.clear()
+    for schedule in SCHEDULERS.values():
+        schedule.kernel = None
     return make_plan(plan.spec, plan.batch, plan.launch, "a plan without compiled launches", plan.workspace)
 
 
@@ -157,15 +174,15 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         quire.attention(**inputs[0], plan=plan)
         first = len(passed)
         with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
-            quire.attention(**inputs[1], plan=plan)
+            attend(plan, **inputs[1])
         again = passed[first:]
         next_step, scale = with_other_tensors(plan), {"out_scale": inputs[0]["out_scale"]} if wanted.out_scale else {}
         with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
-            quire.attention(**inputs[1] | scale, plan=next_step)
+            attend(next_step, **inputs[1] | scale)
         after = len(passed)
-        quire.attention(**inputs[1] | scale, plan=without_launches(next_step))
+        attend(without_launches(next_step), **inputs[1] | scale)
         bound_after = len(passed)
-        quire.attention(**inputs[1], plan=without_launches(plan))
+        attend(without_launches(plan), **inputs[1])
     finally:
         driver._active = before
     of_next_step = passed[first + len(again) : after]
@@ -176,7 +193,10 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         has_second = launch.decode is not None or launch.num_splits > 1
     else:
         has_second = launch.name == "split_kv" and launch.has_combine_launch
-    assert len(again) == (2 if has_second else 1)
+    schedules = schedules_of(launch)
+    assert [name for name, *_ in again if name in launches.SCHEDULES] == schedules
+    assert [name for name, *_ in again[: len(schedules)]] == schedules
+    assert len(again) == len(schedules) + 1 + has_second
     assert (launch.name == "hopper" and launch.num_splits > 1) == (
         target == "sm90" and batch == "chunk, split" and head_dim == 128
     )
@@ -196,7 +216,7 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
         layers.append(some | {"out": torch.empty_like(some["q"])})
     quire.attention(**layers[0], plan=plan)
     with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
-        quire.attention(**layers[1], plan=plan)
+        attend(plan, **layers[1])
         others = [{"k": layers[1]["k"].contiguous()}, {"v": layers[1]["v"].contiguous()}]
         others += [{"k": None, "v": None, "slot_mapping": None}]
         if features == "e4m3":
@@ -209,8 +229,8 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
             with pytest.raises(InterruptedError):
                 quire.attention(**layers[1] | other, plan=plan)
                 pytest.fail(f"relaunched for other {', '.join(other)}")
-    quire.attention(**layers[1], plan=without_launches(plan))
-    assert len(passed) == 3 and passed[1] == passed[2] != passed[0]
+    attend(without_launches(plan), **layers[1])
+    assert len(passed) == 6 and passed[2:4] == passed[4:] != passed[:2]
 
 
 def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypatch, caplog):
@@ -222,10 +242,10 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
     with caplog.at_level(logging.DEBUG, "quire.launch"):
         quire.attention(**some, plan=plan)
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        rf"split_kv_kernel, grid {passed[0][1][0]} × 1 × 1, (compiled in|from the cache in|loaded before).*", line
-    )
+    assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel"]
+    for (name, grid, _), line in zip(passed, caplog.messages, strict=True):
+        how = "compiled in|from the cache in|loaded before"
+        assert re.fullmatch(rf"{name}, grid {grid[0]} × 1 × 1, ({how}).*", line)
     called = set()
     sys.setprofile(lambda frame, event, value: called.add(frame.f_code.co_filename))
     try:
@@ -255,7 +275,7 @@ def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, pass
 
     def passed_by(layer):
         before = len(passed)
-        quire.attention(**layer, plan=plan)
+        attend(plan, **layer)
         # The second tensor of `norm_rope_kernel` is new in each call: the rotated queries.
         return [
             (grid, facts if batch == "decode, 64" else (facts[0], *facts[2:]))
@@ -322,7 +342,7 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         quire.attention(**inputs, plan=plan)
         if kernel == "hopper":
             before, queries = len(passed), others.pop("q")
-            quire.attention(**inputs | queries, plan=plan)
+            attend(plan, **inputs | queries)
             again = passed[before:]
         for what, other in others.items():
             with pytest.raises(InterruptedError):
@@ -330,8 +350,9 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
                 pytest.fail(f"relaunched for another {what}")
     if kernel == "hopper":
         before = len(passed)
-        quire.attention(**inputs | queries, plan=without_launches(plan))
-        assert again == passed[before:] != passed[:1]
+        attend(without_launches(plan), **inputs | queries)
+        assert again == passed[before:] != passed[:2]
+        assert [name for name, *_ in again] == ["hopper_schedule_kernel", "hopper_kernel"]
 
 
 def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched(passed, monkeypatch):
@@ -345,11 +366,11 @@ def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched
     quire.attention(**inputs, plan=plan)
     with mock.patch.object(JITFunction, "run", side_effect=InterruptedError), pytest.raises(InterruptedError):
         quire.attention(**inputs | {"q": odd}, plan=plan)
-    quire.attention(**inputs | {"q": odd}, plan=plan)
+    attend(plan, **inputs | {"q": odd})
     with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
-        quire.attention(**inputs | {"q": odd}, plan=plan)
-        quire.attention(**inputs, plan=plan)
-    aligned, bound, again, aligned_again = passed
+        attend(plan, **inputs | {"q": odd})
+        attend(plan, **inputs)
+    aligned, bound, again, aligned_again = [call for call in passed if call[0] == "split_kv_kernel"]
     assert again == bound != aligned == aligned_again
 
 
@@ -362,10 +383,34 @@ def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(pass
     inputs = launches.make_inputs(plan, wanted)
     with_lse = quire.State(torch.empty_like(inputs["q"]), torch.empty(inputs["q"].shape[:2]))
     quire.attention(**inputs | {"out": with_lse.out}, plan=plan)
-    assert [name for name, *_ in passed] == ["split_kv_kernel", "combine_partials_kernel"]
-    quire.attention(**inputs | {"out": with_lse}, plan=plan)
-    quire.attention(**inputs | {"out": with_lse}, plan=without_launches(plan))
-    assert passed[2:4] == passed[4:] != passed[:2]
+    assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel", "combine_partials_kernel"]
+    attend(plan, **inputs | {"out": with_lse})
+    attend(without_launches(plan), **inputs | {"out": with_lse})
+    assert passed[3:6] == passed[6:] != passed[:3]
+
+
+def test_the_schedule_is_found_before_the_first_layer_alone(passed, monkeypatch):
+    """The launches of other layers are told that it is known, and what they are told is no reason to compile."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm80"]))
+    wanted = launches.COMBINED["sinks, lse, e4m3 output"]
+    with compile_for(TARGETS["sm80"].properties, on_compile=None):
+        plan = launches.plan_of("decode, split", launches.make_spec(128, wanted), wanted)
+    inputs = launches.make_inputs(plan, wanted)
+    out = torch.empty_like(inputs["q"], dtype=torch.float8_e4m3fn)
+    inputs["out"] = quire.State(out, torch.empty(out.shape[:2]))
+
+    def call(**others):
+        before = len(passed)
+        quire.attention(**inputs | others, plan=plan)
+        return passed[before:]
+
+    schedule, (_, first, of_first) = call()
+    assert schedule[0] == "schedule_kernel"
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
+        ((_, grid, of_second),) = call()
+        call(out_scale=torch.ones(5)[1:2])  # elsewhere, for which the kernel is not another one
+    assert grid == first
+    assert [pair for pair in zip(of_first, of_second, strict=True) if pair[0] != pair[1]] == [(FOUND_NOW, 0)]
 
 
 @pytest.mark.parametrize("batch", ["decode, 64", "prompt"])
@@ -400,7 +445,7 @@ def test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder(batch,
 def prompts(passed, monkeypatch):
     """A plan of the Hopper kernel for prompts, what `attention` takes, and a function that calls a plan.
 
-    The function returns what the kernels would get, and how many tensor maps were encoded.
+    The function returns what the kernel that attends would get, and how many tensor maps were encoded.
     """
     stub = Driver(TARGETS["sm90"])
     monkeypatch.setattr(driver, "_active", stub)
@@ -414,7 +459,8 @@ def prompts(passed, monkeypatch):
     def call(plan, inputs):
         before, encoded = len(passed), fill.call_count
         quire.attention(**inputs, plan=plan)
-        return passed[before:], fill.call_count - encoded
+        attends = [call for call in passed[before:] if call[0] == "hopper_kernel"]
+        return attends, fill.call_count - encoded
 
     call(plan, inputs)
     Format.tensor_map.cache_clear()
@@ -530,7 +576,7 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
     quire.attention(q, cache, plan, out=out)
     first = len(passed)
     with mock.patch.object(JITFunction, "run", side_effect=InterruptedError("went through the binder")):
-        quire.attention(q_again, cache_again, plan, out=out_again)
+        attend(plan, q=q_again, cache=cache_again, out=out_again)
         others = {
             "strides of q": (wide[..., : spec.head_dim], cache, out),
             "lse": (q, cache, quire.State(out, torch.empty(tokens, heads))),
@@ -543,9 +589,10 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
                 quire.attention(queries, pages, plan, out=into)
                 pytest.fail(f"relaunched for other {what}")
     again = passed[first:]
-    quire.attention(q_again, cache_again, without_launches(plan), out=out_again)
+    attend(without_launches(plan), q=q_again, cache=cache_again, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
-    assert len(again) == (2 if target == "sm90" else 1)  # mla_hopper combines in a second launch
+    by_hopper = ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
+    assert [name for name, *_ in again] == (by_hopper if target == "sm90" else ["schedule_kernel", "mla_kernel"])
 
 
 def states_to_merge(count=2, num_tokens=3, num_heads=4, dim=64, dtype=torch.bfloat16, pad=0):
@@ -684,4 +731,4 @@ def test_the_binder_gets_tensors_for_parts_of_a_workspace():
     assert found.dtype is torch.int32 and found.tolist() == workspace.view(torch.int32)[4:7].tolist()
     assert address_of((part, number)) == (found.data_ptr(), 7)
     assert isinstance(scratch, Partials) and scratch.m_i is None and scratch.counter is workspace
-    assert address_of(scratch) == (found.data_ptr(), None, found.data_ptr(), workspace.data_ptr())
+    assert address_of(scratch) == (found.data_ptr(), None, found.data_ptr(), workspace.data_ptr(), None, None)

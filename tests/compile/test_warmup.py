@@ -63,7 +63,18 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
                 with pytest.raises(AssertionError, match="compiled in service"):
                     quire.attention(q, cache, plan, **new)
     combining = {"combine_kernel", "combine_partials_kernel"}
-    assert kernels == {"write_kernel", "block_kernel", "split_kv_kernel", "hopper_kernel"} | combining
+    assert (
+        kernels
+        == {
+            "write_kernel",
+            "block_kernel",
+            "schedule_kernel",
+            "split_kv_kernel",
+            "hopper_schedule_kernel",
+            "hopper_kernel",
+        }
+        | combining
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,9 +133,9 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                     with pytest.raises(AssertionError, match="compiled in service"):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
-    assert kernels == {write, "block_kernel", "split_kv_kernel", "combine_partials_kernel"} | (
-        set() if "token" in kind else {"hopper_kernel", "combine_kernel"}
-    )
+    portable = {"block_kernel", "schedule_kernel", "split_kv_kernel", "combine_partials_kernel"}
+    of_hopper = set() if "token" in kind else {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
+    assert kernels == {write} | portable | of_hopper
     assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
 
@@ -138,8 +149,10 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         out = torch.empty_like(inputs["q"])
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == [
+            "schedule_kernel",
             "split_kv_kernel",
             "combine_partials_kernel",
+            "hopper_schedule_kernel",
             "hopper_kernel",
             "combine_kernel",
         ]
@@ -176,7 +189,7 @@ def test_nothing_compiles_for_latents_after_warmup(features, without_compiler):
     cache = quire.PagedKVCache.empty(spec, 2, 64)
     with compiling(without_compiler("sm80")) as compiled:
         names = quire.warmup(spec, cache, max_num_seqs=2, max_num_tokens=14, max_seq_len=300)
-        assert {c.kernel for c in compiled} == {"write_latent_kernel", "mla_kernel"}
+        assert {c.kernel for c in compiled} == {"write_latent_kernel", "schedule_kernel", "mla_kernel"}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (
                 ((1, 5),),
@@ -348,7 +361,7 @@ def test_launches_with_equal_keys_are_compiled_for_the_same(head_dim, monkeypatc
             quire.attention(torch.empty(num_tokens, 14, head_dim, dtype=spec.dtype), cache, plan)
             assert len(asked) == len(launch.compile_keys()), str(launch)
             for key in launch.compile_keys():
-                (compiled,) = [what for name, what in asked if name == f"{key[0]}_kernel"]
+                (compiled,) = [what for name, what in asked if name in (key[0], f"{key[0]}_kernel")]
                 assert made.setdefault(key, compiled) == compiled, str(launch)
     assert len(made) > 15
 

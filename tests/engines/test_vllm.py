@@ -19,6 +19,7 @@ from importlib.metadata import entry_points
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -595,9 +596,25 @@ def test_drafts_in_one_graph_take_one_plan(batch):
     output = torch.empty_like(query)
     layer.impl.forward(layer, query, None, None, kv_cache, step, output)
     common.seq_lens.copy_(lens)
-    builder.update_draft_decode_metadata(step)
+    with mock.patch.object(quire.Plan, "update", autospec=True) as update:
+        builder.update_draft_decode_metadata(step)
+    assert [call.args[0] for call in update.call_args_list] == list(step.plans.values())
     layer.impl.forward(layer, query, None, None, kv_cache, step, output)
     assert error_budget(last, output[: len(last.q)]).passed and len(step.plans) == 1
+
+
+def test_a_plan_of_an_earlier_step_is_told_of_other_lengths():
+    """A kernel of vLLM's may write them, which PyTorch does not count."""
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, query, _ = step_of(problem, pad=1, width=9)
+    kv_cache, plans = vllm_cache(problem.cache, "rows"), []
+    with mock.patch.object(quire.Plan, "update", autospec=True) as update:
+        for _ in range(2):
+            step = builder.build(0, common)
+            layer.impl.forward(layer, query, None, None, kv_cache, step, torch.empty_like(query))
+            plans += step.plans.values()
+    assert plans[0] is plans[1] and [call.args[0] for call in update.call_args_list] == [plans[0]]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """Row blocks that the Hopper kernel cuts by keys in ragged batches, in the simulator: decisions, and launches."""
 
-import itertools
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,51 +20,26 @@ pytest.importorskip("triton.experimental.gluon")
 import triton.language as tl
 
 from quire.kernels import scratch
-from quire.kernels.hopper import cuts, launch, partials, tile_scheduler
+from quire.kernels.hopper import launch, partials, schedule
 from tests.extended import extended
-from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
-from tests.hopper_simulator.memory import AccessError, GlobalMemory
-from tests.hopper_simulator.program import Machine, Program
-from tests.hopper_simulator.values import value
+from tests.hopper_simulator.launch import simulated_hopper
+from tests.hopper_simulator.memory import AccessError
+from tests.hopper_simulator.program import Machine
+from tests.kernels.row_blocks import row_blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_triton]
 
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
-SEQS = tile_scheduler.SEQS.value
+SEQS = schedule.SEQS.value
 CAUSAL = (1 << 30, 0)
-FUNCTIONS = {
-    "row_block_ends": tile_scheduler,
-    "count_row_blocks": tile_scheduler,
-    "order_by_keys": tile_scheduler,
-    "find_row_block": tile_scheduler,
-    "cut_of_work_tile": cuts,
-}
 
 
 def decided(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
-    """Return (sequence, row block, Cut) of all work tiles of one head, in the order in which programs find them."""
-    memory, found = GlobalMemory(), []
-    machine = Machine(0, (num_programs,), memory)
-    functions = Functions(machine)
-    call = {name: functions.function(getattr(module, name).fn) for name, module in FUNCTIONS.items()}
-    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
-    keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
-    kv = SimpleNamespace(seq_lens=argument(keys, memory), query_offsets=None)
-    numbers = value(len(lens)), value(max_decode_queries), *window
-    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
-
-    def schedule():
-        ends = call["row_block_ends"](batch, 0, BLOCK_T)
-        places = machine.allocate_shared_memory(tl.int32, [4, SEQS], None)
-        ends, _, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, slots, True)
-        count = int(call["count_row_blocks"](batch, ends, BLOCK_T))
-        for index in reversed(range(count)):
-            seq, first = call["find_row_block"](batch, ends, value(index), BLOCK_T, True)
-            block, cut = call["cut_of_work_tile"](places, seq, value(index) - first, value(0), WORK_TILES_EACH)
-            found.append((int(seq), int(block), *(int(x) for x in cut)))
-
-    machine.run([(Program(machine, (0,)), schedule)])
-    return found
+    """Return (sequence, row block, shift, first slot, split) of all places, in the order of programs."""
+    places, _, _ = row_blocks_of(
+        lens, num_programs, WORK_TILES_EACH, cut_slots=slots, window=window, max_decode_queries=max_decode_queries
+    )
+    return [(p.seq, p.token // BLOCK_T, p.shift, p.first_slot, p.split) for p in reversed(places)]
 
 
 def drawn(count, seed):
@@ -149,7 +122,7 @@ def test_sequences_after_the_last_that_is_looked_at_are_whole_where_that_one_is_
 
 def test_how_many_splits_there_are_at_most():
     found = cuts_of([(16, 50000), (16, 100), (64, 64)], 100, 1000)
-    assert cuts.OVERHEAD.value == launch.CUT_OVERHEAD
+    assert schedule.OVERHEAD.value == launch.CUT_OVERHEAD
     assert found[0, 0][0] == launch.MAX_SPLITS_OF_CUT == max(n for n, _ in found.values())
 
 
@@ -184,8 +157,8 @@ MANY = 129  # queries, the bound of the former
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Launches cut sequences that a simulator attends to in a second."""
-    monkeypatch.setattr(cuts, "LEAST_KEYS", tl.constexpr(128))
-    monkeypatch.setattr(cuts, "OVERHEAD", tl.constexpr(0))
+    monkeypatch.setattr(schedule, "LEAST_KEYS", tl.constexpr(128))
+    monkeypatch.setattr(schedule, "OVERHEAD", tl.constexpr(0))
 
 
 def attend(p, bound=LONG, num_sms=12, seed=0, section_heads=None):

@@ -150,8 +150,7 @@ FOLDED = {
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("case", some_extended(FOLDED, ["scales per head", "padding rows and columns"]))
-def test_which_launch_folds_states_changes_nothing(case, fold_from, device, monkeypatch):
-    monkeypatch.setattr(split_kv.SplitKVLaunch, "seqs_at_once", 2)  # some batches have more
+def test_which_launch_folds_states_changes_nothing(case, fold_from, device):
     features, lens, *options = FOLDED[case]
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
     problem = make_problem(spec, lens, **(options[0] if options else {}), device=device)

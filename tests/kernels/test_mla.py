@@ -97,6 +97,31 @@ def test_heads(num_q_heads, one_query, device, assert_within_budget):
     assert_within_budget(p, state)
 
 
+@pytest.mark.parametrize(("queries", "batch_invariant"), [(1, False), (2, True)])
+def test_a_stale_schedule_gives_the_right_result_or_nan(queries, batch_invariant, device, assert_within_budget):
+    """A kernel writes lengths, which the plan does not learn of: no result is one of other lengths."""
+    unit = 256 if batch_invariant else 16
+    before = [5 * unit, unit + 2, 3 * unit, 9]
+    p = make_problem(mla(), tuple((queries, 5 * unit) for _ in before), device=device)
+    options = {"batch_invariant": True} if batch_invariant else {"num_splits": 2}
+    plan = quire.plan(p.spec, p.batch, **p.bounds, config=None if batch_invariant else small(p.spec), **options)
+    assert plan.kernel == "mla"
+    found = []
+    for after in ([4 * unit + 1, *before[1:]], [*before[:2], 2 * unit, 12], [9, 3 * unit, unit + 2, 5 * unit], before):
+        p.batch.seq_lens.copy_(torch.tensor(before))
+        quire.attention(p.q, p.cache, plan)
+        p.batch.seq_lens.data.copy_(torch.tensor(after))  # as a kernel writes: PyTorch does not count it
+        stale = quire.attention(p.q, p.cache, plan, return_lse=True)
+        p.batch.seq_lens.add_(0)
+        right = quire.attention(p.q, p.cache, plan, return_lse=True)
+        assert_within_budget(p, right)
+        is_nan = stale.lse.isnan().any(1)
+        assert torch.equal(stale.out.isnan().any(2).any(1), is_nan)
+        torch.testing.assert_close(stale.out[~is_nan], right.out[~is_nan], rtol=1e-4, atol=1e-5)
+        found.append(int(is_nan.sum()))
+    assert all(found[:3]) and found[3] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "batch_invariant"), [(None, False), extended(None, True), extended(20, False), (20, True)]

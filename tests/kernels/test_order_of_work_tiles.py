@@ -4,7 +4,6 @@ import itertools
 import random
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,17 +19,18 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
-from quire.kernels.hopper import cuts, queue, tile_scheduler
+from quire.kernels.hopper import queue, schedule
 from tests.extended import extended
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
 from tests.hopper_simulator.values import Value, value
+from tests.kernels.row_blocks import row_blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_triton]
 
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
-SEQS = tile_scheduler.SEQS.value
+SEQS = schedule.SEQS.value
 CAUSAL = (1 << 30, 0)
 
 
@@ -68,43 +68,29 @@ def longest_first(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_p
     ]
 
 
-def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=1 << 16):
-    """Return (sequence, row block) in the order in which the scheduler's functions find them.
+def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=None):
+    """Return (sequence, row block) in the order in which programs take them.
 
-    The last ones of a mixed batch are checked to be those of sequences of one row block.
+    There are fewer programs than work tiles. The last ones of a mixed batch are checked to be those of sequences of one
+    row block.
     """
-    memory, found, singles = GlobalMemory(), [], []
-    machine = Machine(0, (num_programs,), memory)
-    functions = Functions(machine)
-    starts = torch.tensor([0, *itertools.accumulate(queries for queries, _ in lens)], dtype=torch.int32)
-    keys = torch.tensor([keys for _, keys in lens], dtype=torch.int32)
-    offsets = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    kv = SimpleNamespace(
-        seq_lens=argument(keys, memory), query_offsets=argument(offsets, memory) if offsets is not None else None
-    )
-    numbers = value(len(lens)), value(max_decode_queries), *window
-    batch = tile_scheduler.Batch(kv, argument(starts, memory), *numbers)
-
-    def schedule():
-        call = {name: functions.function(getattr(tile_scheduler, name).fn) for name in NAMES}
-        ends = call["row_block_ends"](batch, 0, BLOCK_T)
-        count = call["count_row_blocks"](batch, ends, BLOCK_T)
-        places = machine.allocate_shared_memory(tl.int32, [2, SEQS], None)
-        ends, num_singles, _ = call["order_by_keys"](batch, ends, places, WORK_TILES_EACH, BLOCK_T, BLOCK_N, 0, True)
-        singles.append(int(num_singles))
-        for row_block in reversed(range(int(count))):
-            seq, first = call["find_row_block"](batch, ends, value(row_block), BLOCK_T, True)
-            found.append((int(seq), row_block - int(first)))
-
-    machine.run([(Program(machine, (0,)), schedule)])
-    (num_singles,) = singles
+    all_blocks = sum(row_blocks(queries, max_decode_queries) for queries, _ in lens)
+    places, num_singles, _ = row_blocks_of(
+        lens, num_programs or max(1, all_blocks * WORK_TILES_EACH - 1), WORK_TILES_EACH, offsets=offsets, window=window,
+        max_decode_queries=max_decode_queries,
+    )  # fmt: skip
+    for place in places:
+        queries, keys = lens[place.seq]
+        at = keys - queries if offsets is None else offsets[place.seq]
+        stop = min(at + min(place.token + BLOCK_T, queries) + window[1], keys)
+        assert place[2:8] == (
+            sum(q for q, _ in lens[: place.seq]), queries, at, keys, max(at + place.token - window[0], 0), stop
+        )  # fmt: skip
+    found = [(place.seq, place.token // BLOCK_T) for place in reversed(places)]
     of_one = [seq for seq, _ in found if row_blocks(lens[seq][0], max_decode_queries) == 1 and seq < SEQS]
     assert num_singles in (0, len(of_one))
     assert num_singles == 0 or [seq for seq, _ in found[-num_singles:]] == of_one
     return found
-
-
-NAMES = ("row_block_ends", "count_row_blocks", "order_by_keys", "find_row_block")
 
 
 def drawn(count, seed):
@@ -154,8 +140,8 @@ def test_sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_sm
 @pytest.fixture
 def small_parts_count(monkeypatch):
     """The order counts in launches of few programs too, and no sequence is cut by keys."""
-    monkeypatch.setattr(tile_scheduler, "SHARE", tl.constexpr(16))
-    monkeypatch.setattr(cuts, "LEAST_KEYS", tl.constexpr(1 << 20))
+    monkeypatch.setattr(schedule, "SHARE", tl.constexpr(16))
+    monkeypatch.setattr(schedule, "LEAST_KEYS", tl.constexpr(1 << 20))
 
 
 @pytest.mark.usefixtures("small_parts_count")

@@ -11,6 +11,9 @@ BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 RULES = INTERVALS + "every_rule_is_as_a_plain_program_says"
 LONG = ATTENTION + "splits_of_long_sequences"
+SCHEDULE = "kernels/test_schedule.py::test_"
+STALE = SCHEDULE + "a_stale_schedule_gives_the_right_result_or_nan"
+FOUND_AGAIN = SCHEDULE + "a_schedule_is_found_once_and_again_after_a_write_or_in_a_capture"
 BY_A_SECOND_LAUNCH = (
     "kernels/test_combine_launch.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
 )
@@ -25,7 +28,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
-CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+ROW_BLOCKS, PARTIALS, CUT = "kernels/hopper/schedule.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -209,6 +212,48 @@ IN_INTERPRETER = {
     "sequences found one too late": Mutant(
         "kernels/split_kv/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
     ),
+    "the last row blocks of a sequence are those of another length": Mutant(
+        "kernels/split_kv/schedule.py",
+        "tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)",
+        "last_block",
+        SCHEDULE + "queries_may_move_between_sequences_under_a_schedule",
+    ),
+    "a stale schedule gives numbers": Mutant(
+        "kernels/split_kv/kernel.py",
+        'poison = tl.where(as_planned, 0.0, float("nan"))',
+        "poison = 0.0",
+        STALE + "[1-the last program combines]",
+    ),
+    "other lengths than planned go unnoticed": Mutant(
+        "kernels/split_kv/kernel.py",
+        "tl.where(as_planned, 0.0",
+        "tl.where(planned == num_units, 0.0",
+        STALE + "[1-the last program combines]",
+    ),
+    "MLA: a stale schedule gives numbers": Mutant(
+        "kernels/mla/kernel.py",
+        'tl.where(is_as_planned(sequence, known) & (planned == num_units), 0.0, float("nan"))',
+        "0.0",
+        MLA + "a_stale_schedule_gives_the_right_result_or_nan",
+    ),
+    "lengths that were written to are not read again": Mutant(
+        "kernels/scheduler.py",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, capture_id(self.device)",
+        FOUND_AGAIN,
+    ),
+    "a new plan with the schedule of one before": Mutant(
+        "kernels/scheduler.py",
+        "found.forget()",
+        "pass",
+        SCHEDULE + "plans_for_the_same_lengths_share_a_schedule_and_others_do_not",
+    ),
+    "a graph without its schedule": Mutant(
+        "kernels/scheduler.py",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, 0, *self.versions()",
+        FOUND_AGAIN,
+    ),
     "partials combined without weights": Mutant(
         "kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"
     ),
@@ -231,9 +276,9 @@ IN_INTERPRETER = {
         "kernels/test_invariance.py",
     ),
     "the last partial of a second launch left out": Mutant(
-        "kernels/split_kv/combine.py",
-        "(stop - 1) // size - first_partition + 1",
-        "(stop - 1) // size - first_partition",
+        "kernels/split_kv/schedule.py",
+        "number = (unit + num_units - 1) // size - first_partition + 1",
+        "number = (unit + num_units - 1) // size - first_partition",
         BY_A_SECOND_LAUNCH + "[decode-True]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
@@ -440,7 +485,7 @@ IN_INTERPRETER = {
         ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
     ),
     "Hopper: partials past the scratch": Mutant(
-        CUTS, "(stop <= CUT_SLOTS)", "(stop <= 2 * CUT_SLOTS)", CUT + "what_does_not_fit_is_not_cut"
+        ROW_BLOCKS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
@@ -628,7 +673,7 @@ OUTSIDE = {
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        "kernels/hopper/work_tile.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
+        ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
     "plans with more scratch than their corners": Mutant(
         "plan.py",

@@ -20,12 +20,12 @@ from quire.spec import UNBOUNDED, AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
+    from quire.kernels.scheduler import Scheduler
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
-# Tritons whose code for e4m3 decode takes 178 and 194 registers, where three programs of an SM have 168. That of 3.6.0
-# and 3.9.0 takes 168 and 158. With the bound, ptxas makes longer loops of it.
-BOUNDED = ("3.7.", "3.8.")
+FEWEST_REGISTERS = 128  # of a thread, which the kernels need whatever a configuration asks for
+FOUND_NOW = 16
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class PortableLaunch(ABC):
     def max_registers(self) -> int | None:
         """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
 
-        Else the compiler takes so many that fewer programs fit: where the launch appends, and with some Tritons where
-        it only reads. What it spills is outside of the loop over tiles.
+        Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
         """
         if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
             return None
-        return min(MOST_REGISTERS, REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8)
+        bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
+        return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
@@ -139,6 +139,15 @@ class PortableLaunch(ABC):
     @abstractmethod
     def own_scratch_size(self) -> ScratchSize:
         """Return the size of the scratch that the launch itself needs."""
+
+    @property
+    def split_keys(self) -> int:
+        """Keys of a split of a batch-invariant plan; else 0."""
+        return 0
+
+    def scheduler(self, batch: Batch) -> "Scheduler | None":
+        """Return what finds the schedule of a batch; None if the kernel has none."""
+        return None
 
     @abstractmethod
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
@@ -188,10 +197,36 @@ class KernelRunner:
 
         self.decided, self.batch, self.kernel, self.fixed = launch, batch, Kernel(kernel), fixed
         self.num_tokens, self.grid = -1, (0, 1, 1)  # of the last call
+        self.scheduler = launch.scheduler(batch)
+        self.placed: Any = None  # the schedule that the kernel's arguments name
 
     def set_grid(self, num_tokens: int) -> None:
         """Keep the grid for a batch of `num_tokens` query tokens."""
         self.num_tokens, self.grid = num_tokens, (self.decided.num_programs(num_tokens), 1, 1)
+
+    def find_schedule(self, unit: int) -> tuple[int, ...]:
+        """Find the schedule of the batch if the kernel has one and it is not known, for units of so many keys.
+
+        Returns:
+            The kernel's argument that says whether it was found now: a multiple of 16, as Triton's binder asks. None
+            for a kernel without a schedule.
+        """
+        scheduler = self.scheduler
+        if scheduler is None:
+            return ()
+        is_new = scheduler.find(unit)
+        if scheduler.tensors is not self.placed:
+            self.place(scheduler)
+        return (FOUND_NOW if is_new else 0,)
+
+    def place(self, scheduler: "Scheduler") -> None:
+        """Let launches read the schedule where it is now."""
+        self.placed = scheduler.tensors
+        assert scheduler.tensors is not None
+        starts, scratch, *numbers = self.fixed
+        parts, cuts = scheduler.tensors
+        self.fixed = starts, scratch._replace(parts=parts, cuts=cuts), *numbers
+        self.kernel.compiled.clear()  # whose arguments have the former place
 
 
 class PortableRunner(KernelRunner):
@@ -226,20 +261,37 @@ class PortableRunner(KernelRunner):
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, views.Rotation] | None = None,
     ) -> None:
-        if self.decided.fallback is not None and not self.decided.packs_fp8(cache):
-            self.fallback = self.fallback or bind_fallback(self, cache)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+        runner = self.runner_for(cache)
+        if runner is not self:
+            runner(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
             return
         if q.shape[0] != self.num_tokens:
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
+        found = self.find_schedule(self.unit(cache))
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new
         if norm_rope is None:
-            self.kernel(self.grid, (*tensors, None), None, self.arguments)
+            self.kernel(self.grid, (*tensors, None, *found), None, self.arguments)
         else:
             rotated, rotation = norm_rope
-            self.kernel(self.grid, (*tensors, rotated), rotation, partial(self.arguments, rotation=rotation))
+            self.kernel(self.grid, (*tensors, rotated, *found), rotation, partial(self.arguments, rotation=rotation))
+
+    def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
+        """Return the runner of the launch that serves a cache: this one, or the fallback's."""
+        if self.decided.fallback is None or self.decided.packs_fp8(cache):
+            return self
+        self.fallback = self.fallback or bind_fallback(self, cache)
+        return self.fallback
+
+    def prepare(self, cache: PagedKVCache) -> None:
+        """Find the schedule now: a launch between this and the next call need not wait for it."""
+        runner = self.runner_for(cache)
+        runner.find_schedule(runner.unit(cache))
+
+    def unit(self, cache: PagedKVCache) -> int:
+        """Return the keys of a unit of the schedule."""
+        return self.decided.split_keys or self.block_n(cache)
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
@@ -293,11 +345,10 @@ class PortableRunner(KernelRunner):
         cache: PagedKVCache,
         new: views.NewTokens | None,
         norm_rope: views.NormRope | None,
+        *found: int,
         rotation: views.Rotation = views.NO_NORM_ROPE,
     ) -> "Arguments":
         """Return the kernel's arguments."""
-        import triton
-
         from quire.kernels import mods
         from quire.kernels.launcher import Arguments
 
@@ -317,8 +368,7 @@ class PortableRunner(KernelRunner):
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         } | rotation._asdict()  # fmt: skip
-        is_bounded = new is not None or triton.__version__.startswith(BOUNDED)
-        if packed and is_bounded and decided.max_registers is not None:
+        if packed and decided.max_registers is not None:
             meta["maxnreg"] = decided.max_registers
         meta["BLOCK_N"] = self.block_n(cache)
         strides = (
@@ -332,5 +382,6 @@ class PortableRunner(KernelRunner):
         pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope
+        found = (FOUND_NOW,) * len(found)  # to wait is never wrong, and Triton's binder is asked for one number alone
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, *found
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)

@@ -250,8 +250,11 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
     def update_draft_decode_metadata(self, metadata: QuireMetadata) -> None:
         """Refresh a step inside of a graph that drafts several tokens: vLLM has advanced the tensors that it reads.
 
-        A plan needs nothing else. vLLM's bound of the keys is that of the last draft.
+        vLLM's bound of the keys is that of the last draft.
         """
+        for plan in metadata.plans.values():
+            if plan is not None:
+                plan.update()
 
     def plan(self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int | None) -> Plan:
         """Return a plan for a step: an earlier one if bounds and memory are the same."""

@@ -178,6 +178,8 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
 
     def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Refresh a step inside of a graph that drafts several tokens: vLLM has advanced the tensors that it reads."""
+        for plan in () if metadata.decode is None else metadata.decode.plans.values():
+            plan.update()
 
     def compile_prefill(self) -> list[str]:
         """Compile the kernels of prefill, if it is Quire's."""

@@ -148,6 +148,7 @@ class Planner:
                 self.plans.popitem(last=False)
         else:
             self.plans.move_to_end(key)
+            plan.update()  # a kernel of vLLM's may have written the lengths
         return plan
 
     def plan_unpaged(

@@ -22,6 +22,7 @@ from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.memory import allocate, allocate_stored
 from quire.kernels.hopper.producer import Sources, produce
 from quire.kernels.hopper.results import Outputs
+from quire.kernels.hopper.schedule import Planned
 from quire.kernels.hopper.softmax import Scoring
 from quire.kernels.hopper.tile_scheduler import Batch, Division
 from quire.kernels.primitives import in_units
@@ -80,12 +81,13 @@ def hopper_kernel(
     q_desc,  # TMA descriptor of boxes of HEADS heads and their rows; its type says `runner.LEAST_ROWS`
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
-    cu_seqlens_q,  # [num_seqs + 1] int32
+    places, summary,  # of `tile_scheduler.Batch`
+    planned, seq_lens, cu_seqlens_q, query_offsets, num_seqs,  # `schedule.Planned`
     tile_counter,  # [1] int32 of `queue.py`, 0 between launches
     partials, arrivals,  # float32 scratch and int32 counters, which are 0 between launches; None without CUT_SLOTS
     scale, softcap, window_left, window_right,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
-    num_seqs, num_splits,
+    num_splits,
     last_part,  # the first column of the last of PARTS parts, where it begins in the one before it; else None
     section,  # blocks of heads of which all work tiles come before those of other heads; None: there is one section
     stride_table, stride_out_token, stride_out_head, stride_lse,
@@ -116,7 +118,7 @@ def hopper_kernel(
         PIECES, INTERVALS, releases_of_warpgroup(SCORE_MOD, FP8_MMA),
         releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM),
     )  # fmt: skip
-    memory, places = allocate(q_desc.dtype, NUMBER, config)
+    memory = allocate(q_desc.dtype, NUMBER, config)
     scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
@@ -124,7 +126,8 @@ def hopper_kernel(
         num_splits, last_part, partials, arrivals, kv.scale_head,
     )  # fmt: skip
     sources = Sources(q_desc, k_source, v_source, k_tile_desc, v_tile_desc)
-    batch = Batch(kv, cu_seqlens_q, num_seqs, max_decode_queries, window_left, window_right)
+    batch = Batch(kv, places, summary, window_left, window_right)
+    planned = Planned(planned, seq_lens, cu_seqlens_q, query_offsets, num_seqs)
     division = Division(tile_counter, num_splits, section, stride_table, last_part, outputs.lse_ptr, stride_lse)
     # The lists after the functions: warps and registers of all but the first.
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if KV_BOX == 0 else 1
@@ -132,8 +135,8 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
-                (produce, (memory, places, sources, batch, division, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
+                (produce, (memory, sources, batch, division, config)),
             ],
             [PRODUCER_WARPS],
             registers_of_one(KV_BOX == 0),
@@ -142,9 +145,9 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
-                (consume, (1, memory, scoring, outputs, config)),
-                (produce, (memory, places, sources, batch, division, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
+                (consume, (1, memory, planned, scoring, outputs, config)),
+                (produce, (memory, sources, batch, division, config)),
             ],
             [4, PRODUCER_WARPS],
             registers_of_two(KV_BOX == 0, INTERVALS or FIXED_SPLIT == 0, HEAD_DIM_V),
@@ -154,10 +157,10 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
-                (consume, (1, memory, scoring, outputs, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
+                (consume, (1, memory, planned, scoring, outputs, config)),
                 (convert, (stored, memory, batch, config)),
-                (produce, (stored, places, sources, batch, division, config)),
+                (produce, (stored, sources, batch, division, config)),
             ],
             [4, 4, PRODUCER_WARPS],
             registers_of_three(KV_BOX == 0, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_by
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
 from quire.spec import AttentionSpec
+
+if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
+    from quire.kernels.scheduler import Search
 
 MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
@@ -194,12 +197,45 @@ class HopperLaunch:
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
         }  # fmt: skip
 
+    @property
+    def max_places(self) -> int:
+        """Most places of the order: row blocks, and splits of those that are cut."""
+        request, block_t = self.request, self.config.block_t
+        return count_row_blocks(request, block_t, request.bounds.num_tokens) + self.cut_slots // self.work_tiles_each
+
+    @property
+    def work_tiles_each(self) -> int:
+        """Work tiles of a row block that is not cut."""
+        return self.request.spec.num_q_heads // self.heads * self.column_parts * self.num_splits
+
+    def search(self, asked: tuple[int, int]) -> "Search":
+        """Return the launch that finds the schedule, for tiles of so many keys and so many programs."""
+        from quire.kernels.hopper.schedule import FIELDS, PLACES, hopper_schedule_kernel
+        from quire.kernels.scheduler import Search
+
+        (block_n, num_programs), request = asked, self.request
+        fixed = (
+            *request.spec.window, request.num_seqs, self.max_decode_queries, num_programs, self.work_tiles_each,
+            self.cut_slots, self.max_places,
+        )  # fmt: skip
+        sizes = self.max_places * FIELDS.value, 3, 3 * request.num_seqs
+        meta = self.schedule_constexprs() | {"BLOCK_N": block_n}
+        return Search(hopper_schedule_kernel, cdiv(self.max_places, PLACES.value), sizes, fixed, meta)
+
+    def schedule_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the launch that finds the schedule, but for its tile."""
+        return {
+            "BLOCK_T": self.config.block_t, "CUTS": self.cut_slots > 0, "MIXED": self.is_mixed, "PDL": True,
+            "num_warps": 4, "launch_pdl": True,
+        }  # fmt: skip
+
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         absent = self.section_heads is None, self.last_part is None, self.request.has_intervals  # may be None
         # Of states, which are float32, Triton asks whether 16 divides the strides of heads.
         states = () if self.num_splits == 1 else (self.num_splits * self.request.spec.head_dim_v % 16 == 0,)
         keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
+        keys.add(key_of("hopper_schedule", self.request.has_intervals, **self.schedule_constexprs()))
         if states:
             keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
@@ -317,6 +353,11 @@ def count_work_tiles(request: Request, config: HopperConfig, num_tokens: int) ->
     """Return the most work tiles that `num_tokens` query tokens need over all heads."""
     if num_tokens == 0:
         return 0
-    bounds, block_t, heads = request.bounds, config.block_t, config.heads(request.spec.group_size)
-    blocks = min(num_tokens // block_t + request.num_seqs, request.num_seqs * cdiv(bounds.max_query_len, block_t))
-    return blocks * (request.spec.num_q_heads // heads)
+    heads = config.heads(request.spec.group_size)
+    return count_row_blocks(request, config.block_t, num_tokens) * (request.spec.num_q_heads // heads)
+
+
+def count_row_blocks(request: Request, block_t: int, num_tokens: int) -> int:
+    """Return the most row blocks of `block_t` tokens of a sequence that `num_tokens` query tokens need."""
+    by_sequence = request.num_seqs * cdiv(request.bounds.max_query_len, block_t)
+    return min(num_tokens // block_t + request.num_seqs, by_sequence)

@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.addresses import mark_shared_memory
 from quire.kernels.gluon.pipeline import make_pipeline
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
-from quire.kernels.hopper.tile_scheduler import SEQS
 from quire.kernels.hopper.work_tile import ROWS, WORDS
 
 
@@ -18,7 +17,7 @@ class Memory(NamedTuple):
     q: Any  # SmemPipeline
     k: Any
     v: Any
-    published: Any  # [Q_STAGES * WORDS, 1] int32
+    published: Any  # [Q_STAGES * WORDS + WARPGROUPS, 1] int32: `work_tile.py` says what the last ones are
 
 
 @gluon.constexpr_function
@@ -29,11 +28,7 @@ def whole_panels(columns):
 
 @gluon.jit
 def allocate(queries: gl.constexpr, element: gl.constexpr, config):
-    """Allocate the pipelines of queries, and of keys and values of type `element`, from which consumers read.
-
-    Returns:
-        The Memory, and the memory of `order_by_keys`.
-    """
+    """Allocate the pipelines of queries, and of keys and values of type `element`, from which consumers read."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     COLUMNS: gl.constexpr = whole_panels(config.HEAD_DIM)
     COLUMNS_V: gl.constexpr = whole_panels(config.HEAD_DIM_V)
@@ -55,11 +50,8 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
         v = make_pipeline(element, COLUMNS_V, BLOCK_N, config.STAGES, RELEASES)
     else:
         v = make_pipeline(element, BLOCK_N, COLUMNS_V, config.STAGES, RELEASES, V_COPYING, V_IN_PIECES, V_IN_PIECES)
-    published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS, 1], FLAT)
-    places = published
-    if not config.INTERVALS:  # of sequences in the order of work tiles
-        places = gl.allocate_shared_memory(gl.int32, [4 if config.CUT_SLOTS > 0 else 2, SEQS], FLAT)
-    return Memory(q, k, v, published), places
+    published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS + config.WARPGROUPS, 1], FLAT)
+    return Memory(q, k, v, published)
 
 
 @gluon.jit

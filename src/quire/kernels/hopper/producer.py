@@ -15,14 +15,7 @@ from quire.kernels.gluon.compat import aggregate, reinterpret
 from quire.kernels.gluon.pipeline import SPARES, SWIZZLE_BYTES, expect_bytes, load_rows, wait_at
 from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue, take, taken_work_tile
-from quire.kernels.hopper.tile_scheduler import (
-    count_row_blocks,
-    find_work_tile,
-    keep_ends,
-    order_by_keys,
-    place_of_work_tile,
-    row_block_ends,
-)
+from quire.kernels.hopper.tile_scheduler import find_work_tile, place_of_work_tile
 from quire.kernels.hopper.work_tile import ROWS, WorkTile, publish_work_tile, visible_keys
 from quire.kernels.panels import power_of_two
 
@@ -74,17 +67,15 @@ def zeros_before(columns, first):
 
 
 @gluon.jit
-def produce(memory, places, sources, batch, division, config):
+def produce(memory, sources, batch, division, config):
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, or with FIXED_SPLIT from the first to the last.
     Where there are splits, one without keys is not handed to consumers.
     """
-    BLOCK_T: gl.constexpr = config.BLOCK_T
     BLOCK_N: gl.constexpr = config.BLOCK_N
     PARTS: gl.constexpr = config.PARTS
-    CUT_SLOTS: gl.constexpr = config.CUT_SLOTS
     MIXED: gl.constexpr = config.MIXED
     STEP: gl.constexpr = 1 if config.FIXED_SPLIT > 0 else -1
     KV_BOX: gl.constexpr = config.KV_BOX
@@ -93,7 +84,6 @@ def produce(memory, places, sources, batch, division, config):
     CONVERTED: gl.constexpr = memory.k.tiles.dtype != memory.q.tiles.dtype
     HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
     SPLITS: gl.constexpr = isinstance(division.num_splits, gl.tensor)  # one split is a constexpr
-    # Few registers are left. Only where rows see a band is there memory for ends.
     FEW_REGISTERS: gl.constexpr = (MIXED or (SPLITS and not config.INTERVALS)) and HAS_EDGES
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = memory.q.STAGES == 1
@@ -121,28 +111,16 @@ def produce(memory, places, sources, batch, division, config):
         config.HEAD_DIM_V, 0, FEW_REGISTERS,
     )  # fmt: skip
     lane = gl.arange(0, THREADS, ONE_EACH)
-    ends = row_block_ends(batch, 0, BLOCK_T)
-    num_singles, from_back = 0, 0
-    if CUT_SLOTS > 0:
-        ends, num_singles, from_back = order_by_keys(
-            batch, ends, places, HEAD_BLOCKS * PARTS, BLOCK_T, BLOCK_N, CUT_SLOTS, MIXED
-        )
-    num_row_blocks = count_row_blocks(batch, ends, BLOCK_T)
+    num_row_blocks = gl.load(batch.summary)
+    num_singles, from_back = gl.load(batch.summary + 1), gl.load(batch.summary + 2)
     num_work_tiles = num_row_blocks * HEAD_BLOCKS * division.num_splits
     if PARTS > 1:
         num_work_tiles *= PARTS
-    # Lengths may differ, and a work tile that starts last should be short.
-    if not config.INTERVALS and CUT_SLOTS == 0 and (batch.num_seqs > 1) & (num_work_tiles > gl.num_programs(0)):
-        ends, num_singles, from_back = order_by_keys(
-            batch, ends, places, HEAD_BLOCKS * PARTS * division.num_splits, BLOCK_T, BLOCK_N, 0, MIXED
-        )
-    if FEW_REGISTERS:
-        keep_ends(places, ends)
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * division.num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
     while index < num_work_tiles:
         at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
-        seq, work, keys, kv_stop = find_work_tile(batch, ends, places, at, division, config, FEW_REGISTERS)
+        seq, work, keys, kv_stop = find_work_tile(batch, at, division, config)
         first_value = 0  # column
         if PARTS > 1:
             first_value = at.part * config.HEAD_DIM_V

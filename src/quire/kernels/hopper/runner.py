@@ -18,6 +18,7 @@ from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Runner, bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
+from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
 from quire.kernels.tma import matrices_of_cache, matrix_of_queries
 from quire.kernels.views import Matrix
@@ -44,7 +45,9 @@ class HopperRunner:
         self.query_box = launch.heads, tokens, columns_of_box(spec.head_dim, spec.dtype.itemsize)
         self.tile_counter = Part(workspace, torch.int32, 0, TILE_COUNTER_BYTES // 4)
         self.fallback: Runner | None = None  # bound when it is first needed
-        self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
+        self.scheduler = scheduler_of(launch, batch)
+        self.placed: Any = None  # the schedule that the kernel's arguments name
+        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.split_out, self.split_lse = None, None
         self.partials, self.arrivals = None, None
         if launch.cut_slots:
@@ -96,6 +99,12 @@ class HopperRunner:
         if second_box:
             loaded = *loaded, *pages
         facts = cache.kind, q.stride()
+        self.scheduler.find((self.decided.config_of(cache).block_n, grid[0]))
+        if self.scheduler.tensors is not self.placed:
+            self.placed = self.scheduler.tensors
+            self.attend.compiled.clear()  # whose arguments have the former place
+        if self.decode is not None:  # which runs at the same time as this launch, and so finds no schedule between both
+            self.decode.prepare(cache)
         self.attend(grid, tensors, facts, partial(self.arguments, q, cache, matrices), loaded)
         if self.split_out is not None:
             tensors = self.split_out, self.split_lse, out, out_scale, lse
@@ -142,7 +151,6 @@ class HopperRunner:
             spec.softcap or 0.0,
             *spec.window,
             decided.max_decode_queries,
-            batch.num_seqs,
             decided.num_splits,
             decided.last_part,
             decided.section,
@@ -156,7 +164,8 @@ class HopperRunner:
             meta["maxnreg"] = 128  # so that two programs fit an SM
         absent = () if second else (None, None)
         scratch = self.tile_counter, self.partials, self.arrivals
-        fixed = *absent, kv, batch.cu_seqlens_q, *scratch, *numbers, *strides
+        assert self.placed is not None
+        fixed = *absent, kv, *self.placed, *self.scheduler.lengths[:3], batch.num_seqs, *scratch, *numbers, *strides
         return Arguments(tensors, fixed, meta, descriptors, boxes)
 
 

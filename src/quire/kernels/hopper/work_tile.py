@@ -9,6 +9,9 @@ sequence has.
 The producer warp publishes the fields of a work tile in shared memory, where the consumer warpgroups read them. With
 intervals of keys, it also publishes the `Range`. So all warps of a program agree on which tiles there are, and which of
 them need masks.
+
+After the work tiles is a number for each consumer warpgroup, which is added to the sums of its rows: NaN if the row
+blocks were found for other lengths than those of now.
 """
 
 from typing import Any, NamedTuple
@@ -16,10 +19,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.hopper.cuts import Cut
-from quire.kernels.panels import power_of_two
-
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
+SEQS = gl.constexpr(128)  # sequences that are compared in one step
+NAN = gl.constexpr(0x7FC00000)
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
 
@@ -47,12 +49,39 @@ class Range(NamedTuple):
     kv_high: Any
 
 
+class Cut(NamedTuple):
+    """How the row block of a work tile is cut by keys."""
+
+    shift: Any  # there are 1 << shift splits of the row block; one if it is whole
+    first_slot: Any  # of the partials of the row block's heads that the work tile has
+    split: Any  # which of them this work tile is
+
+
 @gluon.jit
-def keys_of_band(token, q_len, first_pos, seq_len, window_left, window_right, BLOCK_T: gl.constexpr):
-    """Return the first key that any row of a row block sees, and the one after the last."""
-    kv_start = gl.maximum(first_pos + token - window_left, 0)
-    kv_stop = gl.minimum(first_pos + gl.minimum(token + BLOCK_T, q_len) + window_right, seq_len)
-    return kv_start, kv_stop
+def publish_poison(published, wg: gl.constexpr, planned, Q_STAGES: gl.constexpr):
+    """Compare the lengths of all sequences with those that row blocks were found for, and write NaN if they differ."""
+    EVERY_WARP: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0])  # holds all
+    i = gl.arange(0, SEQS, EVERY_WARP)
+    differ = i != i
+    for first in range(0, planned.num_seqs, SEQS):
+        seqs = first + i
+        inside = seqs < planned.num_seqs
+        was = planned.lengths + 3 * seqs
+        differ |= gl.load(planned.seq_lens + seqs, inside, 0) != gl.load(was, inside, 0)
+        differ |= gl.load(planned.cu_seqlens_q + seqs + 1, inside, 0) != gl.load(was + 1, inside, 0)
+        if planned.query_offsets is not None:
+            differ |= gl.load(planned.query_offsets + seqs, inside, 0) != gl.load(was + 2, inside, 0)
+    word = gl.where(gl.max(differ.to(gl.int32), 0) > 0, NAN, 0)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    published.index(Q_STAGES * WORDS + wg).store(gl.full([1], word, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_poison(published, wg: gl.constexpr, Q_STAGES: gl.constexpr):
+    """Return the number that `publish_poison` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    word = gl.max(published.index(Q_STAGES * WORDS + wg).load(LAYOUT), 0)
+    return word.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -64,27 +93,6 @@ def load_intervals(key_begin, key_end, token, owned, seq_len):
     begin = gl.maximum(gl.load(key_begin + token, mask=owned, other=0), 0)
     end = gl.load(key_end + token, mask=owned, other=0)
     return begin, gl.maximum(gl.minimum(end, seq_len), 0)
-
-
-@gluon.jit
-def keys_of_intervals(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
-    """Return what `keys_of_band` does, and the Range, of a row block whose rows see intervals."""
-    tokens = token + gl.arange(0, power_of_two(BLOCK_T), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    owned = tokens < gl.minimum(q_len, token + BLOCK_T)
-    begin, end = load_intervals(kv.key_begin, kv.key_end, q_start + tokens, owned, seq_len)
-    kv_start = gl.min(gl.where(begin < end, begin, 2147483647), 0)
-    kv_stop = gl.max(gl.where(begin < end, end, 0), 0)
-    full_start, full_stop = gl.max(begin, 0), gl.min(gl.where(owned, end, 2147483647), 0)
-    # The keys between those that any tokens of the sequence see are finite. With those of its first and its last token,
-    # the edge of a row block that sees a part of a tile needs no zeros.
-    first_begin, first_end = load_intervals(kv.key_begin, kv.key_end, q_start, q_len > 0, seq_len)
-    last_begin, last_end = load_intervals(kv.key_begin, kv.key_end, q_start + q_len - 1, q_len > 0, seq_len)
-    kv_low, kv_high = kv_start, kv_stop
-    kv_low = gl.minimum(kv_low, gl.where(first_begin < first_end, first_begin, 2147483647))
-    kv_high = gl.maximum(kv_high, gl.where(first_begin < first_end, first_end, 0))
-    kv_low = gl.minimum(kv_low, gl.where(last_begin < last_end, last_begin, 2147483647))
-    kv_high = gl.maximum(kv_high, gl.where(last_begin < last_end, last_end, 0))
-    return gl.minimum(kv_start, kv_stop), kv_stop, Range(full_start, full_stop, kv_low, kv_high)
 
 
 @gluon.jit

@@ -21,7 +21,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.split_kv.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    span,
+    units_here,
+)
 from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
@@ -212,7 +221,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
@@ -223,11 +232,11 @@ def mla_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.LatentLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    scale, softcap, window_left, window_right, num_seqs, num_partitions,
-    combine_cost,  # of a partial, in units; 0 to cut wherever partitions are equal
+    scale, softcap, window_left, window_right,
     stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
     stride_lse,
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -239,24 +248,20 @@ def mla_kernel(
     MULTI_BAND: tl.constexpr,  # a sequence may have several bands
     PDL: tl.constexpr,  # programmatic dependent launch
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
-    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr,  # of Schedule
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
-    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
-    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # of CostModel
     COMBINE_ROOM: tl.constexpr,  # of Partial
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
-        gdc_wait()
+        if is_found_now:  # by the launch before this one, for which `load_part` has to wait
+            gdc_wait()
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
         DECODE_ROPE, PACKED_FP8, PARTS, SCALED, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
-    S: tl.constexpr = Schedule(
-        NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
-        TWO_LEVEL_MIN_TILES,
-    )  # fmt: skip
+    U: tl.constexpr = Units(NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, 0)
     # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
     # levels there are few at each, so a round of four takes more columns: 8,192 keys of one sequence and 128 heads took
     # 29.3 µs, not 35.4. In one level a round of eight is better: 8 x 4,096 and 16 heads took 27.1 µs, not 36.1 (NVIDIA
@@ -268,9 +273,9 @@ def mla_kernel(
     )  # fmt: skip
     partition = tl.program_id(0) // ROW_BLOCKS
     row_block = tl.program_id(0) % ROW_BLOCKS
-    unit, high, size, seq, seq_unit = find_partition(
-        kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
-    )
+    part = load_part(scratch.parts, partition)
+    if PDL:
+        gdc_wait()
     v_scale = 1.0
     if latents.scale is not None and not SCALED:
         v_scale = tl.load(latents.scale)
@@ -280,18 +285,20 @@ def mla_kernel(
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
     columns = (tl.arange(0, BLOCK_C),)
 
-    while unit < high:  # one band, or those of its units that are in this partition
-        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_bands = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, S
-        )
-        band = 0
-        if MULTI_BAND:
-            band = (unit - seq_unit) // num_units
-        band_unit = seq_unit + band * num_units
-        num_here = tl.minimum(band_unit + num_units, high) - unit
+    seq, block, more = part.seq, part.block, part.low < part.high
+    sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first band do not wait for
+    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+    while more:  # one band, or those of its units that are in this partition
+        _, q_start, q_len, first_pos = sequence
+        kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
+        band = block if MULTI_BAND else 0
+        low, high, band_unit, planned, is_cut = units_here(part, seq, band, num_units)
+        poison = tl.where(is_as_planned(sequence, known) & (planned == num_units), 0.0, float("nan"))
+        num_bands = tl.cdiv(q_len * NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS)
+        next_seq, next_block, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
+        ends_early = (not more) & (part.size <= EARLY_EXIT_MAX_TILES)
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
-        begin = first + unit - band_unit  # in units of the sequence
-        start, stop = begin, begin + num_here
+        start, stop = first + low, first + high  # in units of the sequence
         if PER_ROW_MASK and FIXED_SPLIT == 0:  # tiles that no row of this row block sees are left out
             num_rows = q_len * NUM_Q_HEADS
             low_pos = first_pos + first_row // NUM_Q_HEADS
@@ -313,6 +320,7 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)
             for tile in tl.range(start, stop):
@@ -323,12 +331,14 @@ def mla_kernel(
                 )  # fmt: skip
                 page = next_page
             acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
+            l_i += poison
         else:
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
             last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
             acc, m_i, l_i = join_parts(*empty_parts(BLOCK_M, T), BLOCK_M, T)
+            l_i += poison
             split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
             for tile in tl.range(start * TILES, last + 1):
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
@@ -339,7 +349,8 @@ def mla_kernel(
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
                     joined, joined_m, joined_l = join_parts(split_acc, split_m, split_l, BLOCK_M, T)
-                    if unit == band_unit:
+                    joined_l += poison
+                    if low == 0:
                         acc, m_i, l_i = combine(acc, m_i, l_i, joined, joined_m, joined_l)
                     else:
                         slot = (band_unit + tile // TILES - first) * ROW_BLOCKS + row_block
@@ -349,18 +360,17 @@ def mla_kernel(
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
         rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
         if PDL:
-            if (unit + num_here == high) & (size <= EARLY_EXIT_MAX_TILES):
+            if ends_early:
                 gdc_launch_dependents()
-        if num_here == num_units:
+        if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
         else:
             is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, columns, partition, row_block, unit, band_unit, num_units, size, BLOCK_M, P
+                scratch, acc, m_i, l_i, columns, partition, row_block, low, band_unit, planned, part.size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, PARTIAL_ROWS)
                 store_combined(scratch, slots, row_block, outputs, v_scale, stored, P)
-        unit += num_here
-        seq_ends = unit == seq_unit + num_units * num_bands
-        seq += seq_ends.to(tl.int32)
-        seq_unit = tl.where(seq_ends, unit, seq_unit)
+        seq, block, sequence, known = next_seq, next_block, following, following
+        if more:  # read again, and so in no register while tiles are loaded
+            part = load_part(scratch.parts, partition)

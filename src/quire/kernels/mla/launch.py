@@ -14,7 +14,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import constexprs_of
-from quire.kernels.portable import KernelRunner
+from quire.kernels.portable import FOUND_NOW, KernelRunner
 from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
 from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
 from quire.spec import AttentionSpec
@@ -87,6 +87,11 @@ class MLALaunch(SplitKVLaunch):
         """Programs that share a partition: one for each row block of a band."""
         return self.row_blocks
 
+    @property
+    def rows_of_partition(self) -> tuple[int, int]:
+        """Rows of a query token, and of a band."""
+        return self.request.spec.num_q_heads, self.row_blocks * self.config.block_m
+
     def num_row_blocks(self, num_tokens: int) -> int:
         """Return the bands of a batch of `num_tokens` query tokens, with one spare band for each sequence."""
         request = self.request
@@ -131,8 +136,8 @@ class MLALaunch(SplitKVLaunch):
 
         assert workspace is not None
         spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window, batch.num_seqs
-        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window
+        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:
@@ -157,7 +162,9 @@ class MLARunner(KernelRunner):
             self.set_grid(q_nope.shape[0])
         if self.grid[0] == 0:
             return
-        self.kernel(self.grid, (q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache), None, self.arguments)
+        found = self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, *found
+        self.kernel(self.grid, tensors, None, self.arguments)
 
     def arguments(
         self,
@@ -169,6 +176,7 @@ class MLARunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         cache: PagedKVCache,
+        is_found_now: int,
     ) -> "Arguments":
         """Return the kernel's arguments."""
         from quire.kernels import mods, views
@@ -204,7 +212,8 @@ class MLARunner(KernelRunner):
             0 if lse is None else lse.stride(0),
         )
         out = views.output_tensor(out, device.native_fp8)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents
+        is_found_now = FOUND_NOW  # to wait is never wrong, and Triton's binder is asked for one number alone
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, is_found_now
         return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 

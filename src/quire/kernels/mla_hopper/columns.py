@@ -10,20 +10,19 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
-from quire.kernels.mla_hopper.schedule import TILE, queries_of
+from quire.kernels.mla_hopper.schedule import TILE
 
 
 @gluon.jit
-def load_queries(program, seq, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
-    """Load quarters FIRST to LAST of the queries of a sequence, then the rope columns. Unless wanted, load nothing."""
+def load_queries(program, known, wanted, FIRST: gl.constexpr, LAST: gl.constexpr, WITH_ROPE: gl.constexpr):
+    """Load quarters FIRST to LAST of a `Sequence`'s queries, then the rope columns. Unless wanted, load nothing."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
-    queries, lengths = program.queries, program.lengths
-    q_start, q_len = queries_of(lengths, gl.minimum(seq, lengths.num_seqs - 1))
+    queries = program.queries
     rows = gl.arange(0, program.config.COLUMNS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    owned = (wanted & (token < q_len))[:, None]
-    token = (q_start + token).to(gl.int64)
+    owned = (wanted & (token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
+    token = (known.q_start + token).to(gl.int64)
     cols = gl.arange(0, QUARTER, gl.SliceLayout(0, LAYOUT))[None, :]
     rope_cols = gl.arange(0, ROPE, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = queries.nope + token * queries.stride_nope_token + head.to(gl.int64) * queries.stride_nope_head
@@ -68,7 +67,7 @@ def scale_columns(acc, factor):
 
 
 @gluon.jit
-def store_result(program, work, first_row, quarters, FIRST: gl.constexpr, m_i, l_i):
+def store_result(program, target, first_row, quarters, FIRST: gl.constexpr, m_i, l_i):
     """Write normalised results of a sequence that is not cut, from quarter FIRST on. The first brings the lse."""
     LAYOUT: gl.constexpr = quarters[0].type.layout
     COLUMNS: gl.constexpr = quarters[0].shape[1]
@@ -77,19 +76,19 @@ def store_result(program, work, first_row, quarters, FIRST: gl.constexpr, m_i, l
     element: gl.constexpr = outputs.out.dtype.element_ty
     rows = first_row + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+    offsets = (target.q_start + token).to(gl.int64) * outputs.stride_out_token
     offsets += head.to(gl.int64) * outputs.stride_out_head
     cols = gl.arange(0, QUARTER, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(len(quarters)):
         into = outputs.out + offsets[None, :] + ((FIRST + i) * QUARTER + cols)[:, None]
-        gl.store(into, quarters[i].to(element), mask=(token < work.q_len)[None, :])
+        gl.store(into, quarters[i].to(element), mask=(token < target.q_len)[None, :])
     if FIRST == 0:
         if outputs.lse is not None:
             rows = first_row + gl.arange(0, COLUMNS, l_i.type.layout)
             token, head = rows // NUM_HEADS, rows % NUM_HEADS
             lse = lse_of_rows(m_i, l_i)
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + head
-            gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_lse + head
+            gl.store(outputs.lse + offsets, lse, mask=token < target.q_len)
 
 
 @gluon.jit

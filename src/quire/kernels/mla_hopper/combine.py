@@ -1,8 +1,7 @@
 """Combine the partials of sequences that partitions cut.
 
-Grid: [sequences or boundaries, row blocks, blocks of rows and columns]. A batch with few sequences has programs for
-each of them. A batch with many has programs for each boundary between two partitions, since at most that many sequences
-are cut. The programs compute the schedule from the lengths again, while the attention kernel still runs.
+Grid: [cuts, row blocks, blocks of rows and columns]. A batch with few sequences has a `Cut` for each of them. A batch
+with many has one for each boundary between two partitions, since at most that many sequences are cut.
 """
 
 from triton.experimental import gluon
@@ -10,28 +9,16 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.gluon.softmax import lse_of_rows
-from quire.kernels.mla_hopper.schedule import (
-    ROWS,
-    SEQS,
-    Costs,
-    Lengths,
-    find_partition,
-    keys_of,
-    num_tiles,
-    partition_size,
-    queries_of,
-    tiles_of_sequences,
-)
+from quire.kernels.mla_hopper.schedule import ROWS, load_mla_cut
 
 WIDTH = gl.constexpr(512)  # columns of the values
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_lse"])
+@gluon.jit(do_not_specialize=["num_partitions", "stride_lse"])
 def mla_combine_kernel(
-    out_ptr, lse_ptr,
-    seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_out_token, stride_out_head, stride_lse,
-    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr, BY_SEQUENCE: gl.constexpr,
+    out_ptr, lse_ptr, cu_seqlens_q, cuts_ptr, acc_ptr, m_ptr, l_ptr,
+    num_partitions, stride_out_token, stride_out_head, stride_lse,
+    NUM_HEADS: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     # A thread holds all partials of its columns, so that sums over partials need no exchange.
@@ -42,74 +29,57 @@ def mla_combine_kernel(
     OF_WEIGHTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     gdc_launch_dependents()
     row_block = gl.program_id(1)
-    lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    costs = Costs(combine_cost, sequence_cost)
-    if BY_SEQUENCE:
-        seq = gl.program_id(0)
-        tiles = tiles_of_sequences(lengths, 0, row_block, causal > 0, NUM_HEADS)
-        size, _, overhead = partition_size(lengths, tiles, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
-        place = overhead
-        for start in range(0, seq, SEQS):
-            before = tiles_of_sequences(lengths, start, row_block, causal > 0, NUM_HEADS)
-            seqs = start + gl.arange(0, SEQS, before.type.layout)
-            place += gl.sum(gl.where((seqs < seq) & (before > 0), before + overhead, 0), 0)
-        first = place // size
-        is_first_cut = True
-    else:
-        boundary = gl.program_id(0) + 1
-        partition = find_partition(lengths, boundary, num_partitions, costs, row_block, causal > 0, NUM_HEADS)
-        seq, size, place = partition.seq, partition.size, partition.first + partition.overhead
-        first = place // size
-        is_first_cut = (partition.low < partition.high) & (place < partition.low) & (first == boundary - 1)
+    # The schedule and the lengths are older than the attention kernel, which still runs.
+    cut = load_mla_cut(cuts_ptr, row_block * gl.num_programs(0) + gl.program_id(0))
+    q_start, q_len = cut.seq, 1
+    if cu_seqlens_q is not None:
+        q_start = gl.load(cu_seqlens_q + cut.seq)
+        q_len = gl.load(cu_seqlens_q + cut.seq + 1) - q_start
+    block, column = gl.program_id(2) % (PARTIAL_ROWS // BLOCK_M), gl.program_id(2) // (PARTIAL_ROWS // BLOCK_M)
+    block, column = block * BLOCK_M, column * COLUMNS
     gdc_wait()  # by every program: the kernel after this one must not overtake the attention kernel
-    if is_first_cut:
-        q_start, q_len = queries_of(lengths, seq)
-        _, _, visible = keys_of(lengths, seq, q_len, row_block, causal > 0, NUM_HEADS)
-        count = (place + num_tiles(q_len, visible, row_block, NUM_HEADS) - 1) // size - first + 1
-        block, column = gl.program_id(2) % (PARTIAL_ROWS // BLOCK_M), gl.program_id(2) // (PARTIAL_ROWS // BLOCK_M)
-        block, column = block * BLOCK_M, column * COLUMNS
-        if (count > 1) & ((row_block * ROWS + block) // NUM_HEADS < q_len):
-            rows = block + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_WEIGHTS))[:, None]
-            parts = gl.arange(0, PARTS, gl.SliceLayout(0, OF_WEIGHTS))[None, :]
-            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
-            # The sequence's first partial is in the second place of its partition, the others are in the first.
-            base = (row_block * num_partitions + first) * 2 * PARTIAL_ROWS
-            m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, OF_WEIGHTS))
-            total = gl.zeros([BLOCK_M, PARTS], gl.float32, OF_WEIGHTS)
-            acc = gl.zeros([BLOCK_M, PARTS, COLUMNS], gl.float32, LAYOUT)
-            for i in range(0, count, PARTS):
-                part = i + parts
-                inside = (part < count) & (rows >= 0)
-                slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
-                m_i = gl.load(m_ptr + slots, mask=inside, other=float("-inf"))
-                l_i = gl.load(l_ptr + slots, mask=inside, other=0.0)
-                ptrs = acc_ptr + slots.to(gl.int64)[:, :, None] * WIDTH + cols[:, None, :]
-                partials = gl.load(ptrs, mask=inside[:, :, None], other=0.0)
-                m_new = gl.maximum(m, gl.max(m_i, 1))
-                shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-                alpha, weight = gl.exp2(m - shift), gl.exp2(m_i - shift[:, None])
-                total = total * alpha[:, None] + weight * l_i
-                acc = acc * alpha[:, None][:, :, None] + weight[:, :, None] * partials
-                m = m_new
-            sums = gl.sum(total, 1)
-            empty = sums == 0.0
-            safe = gl.where(empty, 1.0, sums)
-            acc = gl.sum(acc, 1)
-            OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-            out = acc / gl.convert_layout(safe, OF_ROWS)[:, None]
-            local = row_block * ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
-            token = local // NUM_HEADS
-            offsets = (q_start + token).to(gl.int64) * stride_out_token
-            offsets += (local % NUM_HEADS).to(gl.int64) * stride_out_head
-            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
-            gl.store(
-                out_ptr + offsets[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty),
-                mask=(token < q_len)[:, None],
-            )  # fmt: skip
-            if lse_ptr is not None:
-                if column == 0:
-                    lse = lse_of_rows(m, sums)
-                    of_lse = row_block * ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
-                    lse_token = of_lse // NUM_HEADS
-                    lse_offsets = (q_start + lse_token).to(gl.int64) * stride_lse + of_lse % NUM_HEADS
-                    gl.store(lse_ptr + lse_offsets, lse, mask=lse_token < q_len)
+    if (cut.number > 1) & ((row_block * ROWS + block) // NUM_HEADS < q_len):
+        rows = block + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_WEIGHTS))[:, None]
+        parts = gl.arange(0, PARTS, gl.SliceLayout(0, OF_WEIGHTS))[None, :]
+        cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
+        # The sequence's first partial is in the second place of its partition, the others are in the first.
+        base = (row_block * num_partitions + cut.first) * 2 * PARTIAL_ROWS
+        m = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, OF_WEIGHTS))
+        total = gl.zeros([BLOCK_M, PARTS], gl.float32, OF_WEIGHTS)
+        acc = gl.zeros([BLOCK_M, PARTS, COLUMNS], gl.float32, LAYOUT)
+        for i in range(0, cut.number, PARTS):
+            part = i + parts
+            inside = (part < cut.number) & (rows >= 0)
+            slots = base + (part * 2 + (part == 0).to(gl.int32)) * PARTIAL_ROWS + rows
+            m_i = gl.load(m_ptr + slots, mask=inside, other=float("-inf"))
+            l_i = gl.load(l_ptr + slots, mask=inside, other=0.0)
+            ptrs = acc_ptr + slots.to(gl.int64)[:, :, None] * WIDTH + cols[:, None, :]
+            partials = gl.load(ptrs, mask=inside[:, :, None], other=0.0)
+            m_new = gl.maximum(m, gl.max(m_i, 1))
+            shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha, weight = gl.exp2(m - shift), gl.exp2(m_i - shift[:, None])
+            total = total * alpha[:, None] + weight * l_i
+            acc = acc * alpha[:, None][:, :, None] + weight[:, :, None] * partials
+            m = m_new
+        sums = gl.sum(total, 1)
+        empty = sums == 0.0
+        safe = gl.where(empty, 1.0, sums)
+        acc = gl.sum(acc, 1)
+        OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        out = acc / gl.convert_layout(safe, OF_ROWS)[:, None]
+        local = row_block * ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
+        token = local // NUM_HEADS
+        offsets = (q_start + token).to(gl.int64) * stride_out_token
+        offsets += (local % NUM_HEADS).to(gl.int64) * stride_out_head
+        cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+        gl.store(
+            out_ptr + offsets[:, None] + cols[None, :], out.to(out_ptr.dtype.element_ty),
+            mask=(token < q_len)[:, None],
+        )  # fmt: skip
+        if lse_ptr is not None:
+            if column == 0:
+                lse = lse_of_rows(m, sums)
+                of_lse = row_block * ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
+                lse_token = of_lse // NUM_HEADS
+                lse_offsets = (q_start + lse_token).to(gl.int64) * stride_lse + of_lse % NUM_HEADS
+                gl.store(lse_ptr + lse_offsets, lse, mask=lse_token < q_len)

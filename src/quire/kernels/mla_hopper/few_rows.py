@@ -29,7 +29,7 @@ from quire.kernels.mla_hopper.columns import (
 )
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import QUARTER, ROPE
-from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
@@ -58,30 +58,29 @@ def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def consume_few(s, program):
     """Attend to every tile of the partition and write the results. The consumer warpgroup runs this."""
-    partition = program.partition
-    seq, place = partition.seq, partition.first
+    last_seq = program.part.last_seq
+    seq, known, first = first_sequence(program, 0)
     n = 0
     AHEAD: gl.constexpr = program.config.COLUMNS == 16  # with 32 columns, registers hold only the output
-    quarters = load_queries(program, seq, place < partition.high, 0, 3, True)
-    while place < partition.high:
+    quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
+    while seq <= last_seq:
         if not AHEAD:
-            quarters = load_queries(program, seq, True, 0, 3, True)
-        work, next_place = work_of(program, seq, place, 0)
+            quarters = load_queries(program, known, True, 0, 3, True)
+        work = work_of(program, seq, known, first, 0)
+        target = target_of(program, seq, known, work)
         store_queries(s, quarters)
         acc, m_i, l_i = attend(s, program, work, n)
-        seq += 1
+        n += 4 * work.count
+        l_i += target.poison
+        seq, known, first = next_sequence(program, seq, 0)
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
-            wanted = next_place < partition.high
-            quarters = load_queries(program, seq, wanted, 0, 3, True)
-        if work.count > 0:
-            n += 4 * work.count
-            if work.starts & work.ends:
-                acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
-                store_result(program, work, 0, acc, 0, m_i, l_i)
-            else:
-                slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-                store_partial(program, slot, acc, 0, m_i, l_i)
-        place = next_place
+            quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
+        if work.starts & work.ends:
+            acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
+            store_result(program, target, 0, acc, 0, m_i, l_i)
+        else:
+            slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
+            store_partial(program, slot, acc, 0, m_i, l_i)
 
 
 @gluon.jit

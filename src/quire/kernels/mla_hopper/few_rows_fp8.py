@@ -33,7 +33,7 @@ from quire.kernels.mla_hopper.columns import (
 from quire.kernels.mla_hopper.fp8_operands import key_operands, merge_columns, query_operands, value_operands
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
@@ -80,33 +80,32 @@ def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def consume_fp8(PARITY: gl.constexpr, s, program):
     """Attend to every other tile of the partition and write half of the results. Both warpgroups run this."""
-    partition = program.partition
     if program.scale_ptr is None:
         latent_scale = 1.0
     else:
         latent_scale = gl.load(program.scale_ptr)
     softmax_scale = program.softmax_scale * latent_scale
-    seq, place = partition.seq, partition.first
+    seq, known, first = first_sequence(program, 0)
     n, works = 0, 0
-    while place < partition.high:
-        quarters = load_queries(program, seq, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
-        work, next_place = work_of(program, seq, place, 0)
-        if work.count > 0:
-            scale = store_queries(PARITY, s, quarters, works, softmax_scale)
-            acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
-            mbarrier.arrive(s.q_empty, count=1)
-            acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
-            if work.starts & work.ends:
-                results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
-                store_result(program, work, 0, results, PARITY * 2, m_i, l_i)
-            else:
-                results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
-                slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-                store_partial(program, slot, results, PARITY * 2, m_i, l_i)
-            n += 4 * work.count
-            works += 1
-        seq += 1
-        place = next_place
+    while seq <= program.part.last_seq:
+        quarters = load_queries(program, known, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
+        work = work_of(program, seq, known, first, 0)
+        target = target_of(program, seq, known, work)
+        # Poisoned scores poison the output and its sum. They need no register while tiles are attended to.
+        scale = store_queries(PARITY, s, quarters, works, softmax_scale + target.poison)
+        acc, m_i, l_i = attend(PARITY, s, program, work, n, scale)
+        mbarrier.arrive(s.q_empty, count=1)
+        acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
+        if work.starts & work.ends:
+            results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
+            store_result(program, target, 0, results, PARITY * 2, m_i, l_i)
+        else:
+            results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
+            slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
+            store_partial(program, slot, results, PARITY * 2, m_i, l_i)
+        n += 4 * work.count
+        works += 1
+        seq, known, first = next_sequence(program, seq, 0)
 
 
 @gluon.jit

@@ -26,16 +26,19 @@ from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum
 from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
 from quire.kernels.mla_hopper.program import Config, Outputs, Program, Queries, Source
-from quire.kernels.mla_hopper.schedule import ROWS, Costs, Lengths, find_partition
+from quire.kernels.mla_hopper.schedule import ROWS, load_mla_part
+from quire.kernels.scheduler import Lengths
 
 
 @gluon.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "sequence_cost", "stride_table", "stride_lse", "table_width"]
+    do_not_specialize=["is_found_now", "num_tokens", "num_partitions", "stride_table", "stride_lse", "table_width"]
 )
 def mla_hopper_kernel(
-    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr, kv_desc, rope_desc,
-    page_table, seq_lens, cu_seqlens_q, query_offsets, acc_ptr, m_ptr, l_ptr,
-    scale, causal, num_seqs, num_partitions, combine_cost, sequence_cost, stride_table, table_width, page_rows,
+    out_ptr, lse_ptr, q_nope_ptr, q_rope_ptr, scale_ptr, kv_ptr,
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
+    num_tokens,
+    kv_desc, rope_desc, page_table, seq_lens, cu_seqlens_q, query_offsets, parts_ptr, acc_ptr, m_ptr, l_ptr,
+    scale, causal, num_partitions, stride_table, table_width, page_rows,
     stride_row, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
@@ -46,6 +49,12 @@ def mla_hopper_kernel(
     FP8_MMA: with ROWS rows and fp8 latents, products are in fp8.
     """
     FROM_FP8: gl.constexpr = rope_desc is not None
+    row_block, index = gl.program_id(0), gl.program_id(1)
+    if COLUMNS < ROWS:  # a sequence has one
+        row_block = index * 0
+    if is_found_now:  # by the launch before this one, for which `load_mla_part` has to wait
+        gdc_wait()
+    part = load_mla_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:
         s = allocate_products(kv_desc.dtype)
     elif COLUMNS == ROWS:
@@ -57,16 +66,15 @@ def mla_hopper_kernel(
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
-    row_block, index = gl.program_id(0), gl.program_id(1)
-    causal = causal > 0
-    lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, num_seqs)
-    costs = Costs(combine_cost, sequence_cost)
-    partition = find_partition(lengths, index, num_partitions, costs, row_block, causal, NUM_HEADS)
-    queries = Queries(q_nope_ptr, q_rope_ptr, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head)
+    lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
+    queries = Queries(
+        q_nope_ptr, q_rope_ptr, num_tokens, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head
+    )
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, BOX)
     program = Program(
-        queries, outputs, lengths, partition, index, num_partitions, row_block, causal, scale, scale_ptr, config
+        queries, outputs, lengths, part, index, num_partitions, row_block, causal > 0, scale, scale_ptr,
+        config,
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)
     # The lists after the functions: warps and registers of all but the first.

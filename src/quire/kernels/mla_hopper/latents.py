@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from quire.kernels.gluon.compat import aggregate, tma_load
 from quire.kernels.gluon.pipeline import SmemPipeline
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
-from quire.kernels.mla_hopper.producer import load_pages
-from quire.kernels.mla_hopper.program import work_of
-from quire.kernels.mla_hopper.schedule import TILE, first_tile
+from quire.kernels.mla_hopper.producer import load_first_pages, load_pages, produce_next, row_of
+from quire.kernels.mla_hopper.program import first_sequence, work_of
+from quire.kernels.mla_hopper.schedule import TILE
 
 
 @aggregate
@@ -61,16 +61,15 @@ def produce_latents(latents, source, program):
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     BOX: gl.constexpr = program.config.BOX
-    partition = program.partition
+    row_block = program.row_block
     lane = gl.arange(0, 32, LANES)
-    seq, place = partition.seq, partition.first
+    seq, known, first = first_sequence(program, row_block)
+    pages = load_first_pages(source, program, seq, first, lane)
     n = 0
-    while place < partition.high:
-        row = source.page_table + seq.to(gl.int64) * source.stride_table
-        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
-        pos = first_tile(partition, place + partition.overhead) * TILE
-        pages = load_pages(row, pos + lane * BOX, source.table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_place = work_of(program, seq, place, program.row_block)
+    while seq <= program.part.last_seq:
+        row = row_of(source, seq)
+        work = work_of(program, seq, known, first, row_block)
+        pos = first * TILE
         end = pos + work.count * TILE
         stop = gl.minimum(end, work.visible)
         pages = gl.where(pos + lane * BOX < stop, pages, 0)
@@ -84,8 +83,7 @@ def produce_latents(latents, source, program):
             for i in gl.static_range(4):
                 load_quarter(latents, source, rows, i, n + i, BOX)
             n += 4
-        seq += 1
-        place = next_place
+        seq, known, first, pages = produce_next(source, program, seq, lane, row_block)
 
 
 @gluon.jit

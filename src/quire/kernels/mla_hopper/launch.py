@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.tma import matrix_of, no_matrix, page_box
 from quire.kernels.views import Matrix
+
+if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
+    from quire.kernels.scheduler import Search
 
 ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
 TILE = 64  # keys of a tile
@@ -110,11 +113,33 @@ class MLAHopperLaunch:
             "FP8_MMA": self.fp8_mma,
         }  # fmt: skip
 
+    @property
+    def combines_by_sequence(self) -> bool:
+        """Whether programs of the combine belong to sequences; otherwise to boundaries between partitions."""
+        return power_of_two(self.request.num_seqs) <= MAX_SEQS_OF_COMBINE_BY_SEQ
+
+    @property
+    def num_cuts(self) -> int:
+        """Sequences of a row block that may be combined."""
+        return self.request.num_seqs if self.combines_by_sequence else max(1, self.num_partitions - 1)
+
+    def search(self, asked: None) -> "Search":
+        """Return the launch that finds the schedule."""
+        from quire.kernels.mla_hopper.schedule import CUT_FIELDS, PART_FIELDS, mla_schedule_kernel
+        from quire.kernels.scheduler import Search
+
+        parts, cuts, row_blocks, spec = self.num_partitions, self.num_cuts, self.row_blocks, self.request.spec
+        costs = self.combine_cost, self.sequence_cost, int(spec.causal)
+        fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
+        sizes = row_blocks * parts * PART_FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
+        meta = {"NUM_HEADS": spec.num_q_heads, "PDL": True, "num_warps": 1, "launch_pdl": True}
+        return Search(mla_schedule_kernel, row_blocks * max(parts, cuts), sizes, fixed, meta)
+
     @once
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the combine. They depend on powers of two only, so that there are few of them."""
         num_seqs, row_blocks = power_of_two(self.request.num_seqs), power_of_two(self.row_blocks)
-        by_sequence = num_seqs <= MAX_SEQS_OF_COMBINE_BY_SEQ
+        by_sequence = self.combines_by_sequence
         partials = max(1, self.request.device.num_sms // row_blocks // num_seqs) if by_sequence else 2
         parts = min(16, max(2, power_of_two(partials)))
         columns, block_m = self.request.spec.kv_lora_rank, min(4, self.partial_rows)
@@ -128,7 +153,7 @@ class MLAHopperLaunch:
             parts = min(32, 2 * parts)
         return {
             "NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows,
-            "BY_SEQUENCE": by_sequence, "BLOCK_M": block_m, "PARTS": parts, "COLUMNS": columns,
+            "BLOCK_M": block_m, "PARTS": parts, "COLUMNS": columns,
         }  # fmt: skip
 
     def compile_keys(self) -> frozenset[Hashable]:

@@ -25,62 +25,60 @@ from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER
-from quire.kernels.mla_hopper.program import work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.rescale import raised, rescaled
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of
+from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 
 @gluon.jit
 def consume_many(PARITY: gl.constexpr, s, program):
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
-    partition, row_block = program.partition, program.row_block
+    row_block = program.row_block
     scale_ptr, softmax_scale = program.scale_ptr, program.softmax_scale
     if scale_ptr is not None:
         softmax_scale *= gl.load(scale_ptr)
-    seq, place = partition.seq, partition.first
+    seq, known, first = first_sequence(program, row_block)
     uses, odd_uses, works = 0, 0, 0
-    while place < partition.high:
+    while seq <= program.part.last_seq:
         # The compiler cannot know that this is 0. So it computes addresses here and keeps none of them in registers,
         # of which the loop over tiles has none to spare.
         zero = seq >> 30
-        panels = load_queries(PARITY, program, seq, row_block + zero)
-        work, next_place = work_of(program, seq, place, row_block)
-        if work.count > 0:
-            scale = store_queries(PARITY, s, panels, works, softmax_scale)
-            if PARITY == EVEN:
-                acc, m_i, l_i = attend_even(s, program, work, uses, odd_uses, scale)
-            else:
-                acc, m_i, l_i = attend_odd(s, program, work, uses, odd_uses, scale)
-            uses += (work.count + 1) // 2
-            odd_uses += work.count // 2
-            s.total.index(PARITY).store(l_i)
-            mbarrier.arrive(s.total_full, count=1)
-            wait(s.total_full, works)
-            l_i += s.total.index(1 - PARITY).load(l_i.type.layout)
-            if scale_ptr is not None:
-                acc = scale_rows(acc, gl.full(m_i.shape, gl.load(scale_ptr), gl.float32, m_i.type.layout))
-            if work.starts & work.ends:
-                store_result(PARITY, s, program, work, row_block + zero, acc, m_i, l_i)
-            else:
-                slot = ((row_block + zero) * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
-                store_partial(PARITY, program, slot, acc, m_i, l_i)
-            works += 1
-        seq += 1
-        place = next_place
+        panels = load_queries(PARITY, program, known, row_block + zero)
+        work = work_of(program, seq, known, first, row_block)
+        target = target_of(program, seq, known, work)
+        scale = store_queries(PARITY, s, panels, works, softmax_scale)
+        if PARITY == EVEN:
+            acc, m_i, l_i = attend_even(s, program, work, uses, odd_uses, scale)
+        else:
+            acc, m_i, l_i = attend_odd(s, program, work, uses, odd_uses, scale)
+        uses += (work.count + 1) // 2
+        odd_uses += work.count // 2
+        s.total.index(PARITY).store(l_i)
+        mbarrier.arrive(s.total_full, count=1)
+        wait(s.total_full, works)
+        l_i += s.total.index(1 - PARITY).load(l_i.type.layout) + target.poison
+        if scale_ptr is not None:
+            acc = scale_rows(acc, gl.full(m_i.shape, gl.load(scale_ptr), gl.float32, m_i.type.layout))
+        if work.starts & work.ends:
+            store_result(PARITY, s, program, target, row_block + zero, acc, m_i, l_i)
+        else:
+            slot = ((row_block + zero) * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
+            store_partial(PARITY, program, slot, acc, m_i, l_i)
+        works += 1
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit
-def load_queries(PARITY: gl.constexpr, program, seq, row_block):
+def load_queries(PARITY: gl.constexpr, program, known, row_block):
     """Load half of the columns of a row block of queries, in panels. The even warpgroup also loads the rope columns."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries
-    q_start, q_len = queries_of(program.lengths, seq)
     rows = row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
-    owned = (token < q_len)[:, None]
-    token = (q_start + token).to(gl.int64)
+    owned = ((token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
+    token = (known.q_start + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = token * queries.stride_nope_token + head.to(gl.int64) * queries.stride_nope_head
     nope = queries.nope + nope[:, None] + (PARITY * HALF + cols)
@@ -304,7 +302,7 @@ def attend_to_even_tile(acc, m_i, s, use, zero, OF_SCORES: gl.constexpr):
 
 
 @gluon.jit
-def store_result(PARITY: gl.constexpr, s, program, work, row_block, acc, m_i, l_i):
+def store_result(PARITY: gl.constexpr, s, program, target, row_block, acc, m_i, l_i):
     """Normalise and write this warpgroup's columns.
 
     They are staged in the place of its queries, which both warpgroups have multiplied: whole rows reach memory faster
@@ -325,18 +323,18 @@ def store_result(PARITY: gl.constexpr, s, program, work, row_block, acc, m_i, l_
         for first in gl.static_range(0, ROWS, 32):
             rows = row_block * ROWS + first + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
             token = rows // NUM_HEADS
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_out_token
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_out_token
             offsets += (rows % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
             place = s.q.index(PARITY * 2 + i)
             values = reinterpret(place, element, place.shape, place.layout).slice(first, 32).load(LAYOUT)
-            gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < work.q_len)[:, None])
+            gl.store(outputs.out + offsets[:, None] + cols, values, mask=(token < target.q_len)[:, None])
     if PARITY == EVEN:
         if outputs.lse is not None:
             rows = row_block * ROWS + gl.arange(0, ROWS, l_i.type.layout)
             token = rows // NUM_HEADS
             lse = lse_of_rows(m_i, l_i)
-            offsets = (work.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
-            gl.store(outputs.lse + offsets, lse, mask=token < work.q_len)
+            offsets = (target.q_start + token).to(gl.int64) * outputs.stride_lse + rows % NUM_HEADS
+            gl.store(outputs.lse + offsets, lse, mask=token < target.q_len)
 
 
 @gluon.jit

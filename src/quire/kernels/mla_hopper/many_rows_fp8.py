@@ -34,8 +34,8 @@ from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import work_of
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, queries_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
+from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
@@ -84,49 +84,49 @@ def allocate_products(stored: gl.constexpr):
 @gluon.jit
 def score(s, program):
     """Compute the probabilities of every tile of the partition. One warpgroup runs this."""
-    partition = program.partition
     softmax_scale = program.softmax_scale
     if program.scale_ptr is not None:
         softmax_scale *= gl.load(program.scale_ptr)
-    seq, place = partition.seq, partition.first
+    seq, known, first = first_sequence(program, program.row_block)
     tile, works = 0, 0
-    while place < partition.high:
-        peak = peak_of_queries(program, seq)
-        work, next_place = work_of(program, seq, place, program.row_block)
-        if work.count > 0:
-            scale = softmax_scale * store_queries(s, program, seq, peak)
-            m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
-            l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
-            pos = work.tile * TILE
-            scores = warpgroup_mma_wait(0, deps=[multiply_keys(s, tile)])
-            for _ in range(work.count - 1):
-                ahead = multiply_keys(s, tile + 1)  # overlaps the softmax of this tile
-                m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
-                scores = warpgroup_mma_wait(0, deps=[ahead])
-                tile += 1
-                pos += TILE
+    while seq <= program.part.last_seq:
+        zero = seq >> 30
+        peak = peak_of_queries(program, known, zero)
+        work = work_of(program, seq, known, first, program.row_block)
+        scale = softmax_scale * store_queries(s, program, known, zero, peak)
+        m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
+        l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
+        pos = work.tile * TILE
+        scores = warpgroup_mma_wait(0, deps=[multiply_keys(s, tile)])
+        for _ in range(work.count - 1):
+            ahead = multiply_keys(s, tile + 1)  # overlaps the softmax of this tile
             m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
+            scores = warpgroup_mma_wait(0, deps=[ahead])
             tile += 1
-            wait(s.total_empty, works + 1)
-            s.maximum.index(0).store(m_i - LIFT)
-            s.total.index(0).store(l_i)
-            mbarrier.arrive(s.total_full, count=1)
-            works += 1
-        seq += 1
-        place = next_place
+            pos += TILE
+        m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
+        tile += 1
+        wait(s.total_empty, works + 1)
+        s.maximum.index(0).store(m_i - LIFT)
+        s.total.index(0).store(l_i)
+        mbarrier.arrive(s.total_full, count=1)
+        works += 1
+        seq, known, first = next_sequence(program, seq, program.row_block)
 
 
 @gluon.jit
-def find_queries(program, seq):
-    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist."""
+def find_queries(program, known, zero):
+    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist.
+
+    With a `zero` of which the compiler does not know that it is 0, it computes them here and keeps none.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries
-    q_start, q_len = queries_of(program.lengths, seq)
     rows = program.row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, (rows % NUM_HEADS).to(gl.int64)
-    owned = (token < q_len)[:, None]
-    token = (q_start + token).to(gl.int64)
+    owned = ((token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
+    token = (known.q_start + zero + token).to(gl.int64)
     cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
     nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
     rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
@@ -134,12 +134,11 @@ def find_queries(program, seq):
 
 
 @gluon.jit
-def peak_of_queries(program, seq):
-    """Return the absolute maximum of each row of queries."""
-    nope, rope, owned = find_queries(program, seq)
+def peak_of_queries(program, known, zero):
+    """Return the absolute maximum of each row of queries. The compiler does not know that `zero` is 0."""
+    nope, rope, owned = find_queries(program, known, 0)
     peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
     # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
-    zero = seq >> 30
     for half in range(zero, zero + 2):
         panels = ()
         for i in gl.static_range(HALF // PANEL):
@@ -149,7 +148,7 @@ def peak_of_queries(program, seq):
 
 
 @gluon.jit
-def store_queries(s, program, seq, peak):
+def store_queries(s, program, known, zero, peak):
     """Load the queries again, which registers have no room to keep, and store them to shared memory in fp8.
 
     Each row is scaled by a power of two, so that its absolute maximum is in [2^7, 2^8).
@@ -157,11 +156,10 @@ def store_queries(s, program, seq, peak):
     Returns:
         The inverse scale of each row.
     """
-    nope, rope, owned = find_queries(program, seq)
+    nope, rope, owned = find_queries(program, known, zero)
     factor, inverse = scale_of_rows(peak, 7)
     rope_columns = gl.load(rope, mask=owned, other=0.0)
     s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
-    zero = seq >> 30
     for half in range(zero, zero + 2):
         panels = ()
         for i in gl.static_range(HALF // PANEL):
@@ -211,41 +209,39 @@ def hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale):
 @gluon.jit
 def sum_values(SIDE: gl.constexpr, s, program):
     """Multiply probabilities with half of the columns of every tile, and write the results. Two warpgroups run this."""
-    partition = program.partition
     row_block = program.row_block
-    seq, place = partition.seq, partition.first
+    seq, known, first = first_sequence(program, row_block)
     tile, works = 0, 0
-    while place < partition.high:
-        work, next_place = work_of(program, seq, place, row_block)
-        if work.count > 0:
-            acc = ()
-            for _ in gl.static_range(4):
-                acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
-            pos = work.tile * TILE
-            for _ in range(work.count):
-                acc = add_tile(SIDE, s, acc, tile, pos, work.visible)
-                tile += 1
-                pos += TILE
-            wait(s.total_full, works)
-            m_i = s.maximum.index(0).load(gl.SliceLayout(0, OF_OUT))
-            l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT))
-            mbarrier.arrive(s.total_empty, count=1)
-            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, OF_OUT))
-            if program.scale_ptr is not None:
-                factor *= gl.load(program.scale_ptr)
-            whole = work.starts & work.ends
-            factor = gl.where(whole, factor / gl.where(l_i == 0.0, 1.0, l_i), factor)
-            slot = (row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
-            for i in gl.static_range(2):
-                even, odd = scale_columns((acc[2 * i], acc[2 * i + 1]), factor)
-                results = (merge_columns(even, odd),)
-                if whole:
-                    store_result(program, work, row_block * ROWS, results, 2 * SIDE + i, m_i, l_i)
-                else:
-                    store_partial(program, slot.to(gl.int64), results, 2 * SIDE + i, m_i, l_i)
-            works += 1
-        seq += 1
-        place = next_place
+    while seq <= program.part.last_seq:
+        work = work_of(program, seq, known, first, row_block)
+        target = target_of(program, seq, known, work)
+        acc = ()
+        for _ in gl.static_range(4):
+            acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
+        pos = work.tile * TILE
+        for _ in range(work.count):
+            acc = add_tile(SIDE, s, acc, tile, pos, work.visible)
+            tile += 1
+            pos += TILE
+        wait(s.total_full, works)
+        m_i = s.maximum.index(0).load(gl.SliceLayout(0, OF_OUT))
+        l_i = s.total.index(0).load(gl.SliceLayout(0, OF_OUT)) + target.poison
+        mbarrier.arrive(s.total_empty, count=1)
+        factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, OF_OUT))
+        if program.scale_ptr is not None:
+            factor *= gl.load(program.scale_ptr)
+        whole = work.starts & work.ends
+        factor = gl.where(whole, factor / gl.where(l_i == 0.0, 1.0, l_i), factor)
+        slot = (row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
+        for i in gl.static_range(2):
+            even, odd = scale_columns((acc[2 * i], acc[2 * i + 1]), factor)
+            results = (merge_columns(even, odd),)
+            if whole:
+                store_result(program, target, row_block * ROWS, results, 2 * SIDE + i, m_i, l_i)
+            else:
+                store_partial(program, slot.to(gl.int64), results, 2 * SIDE + i, m_i, l_i)
+        works += 1
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quire.kernels.gluon.compat import reinterpret, tma_load
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE
-from quire.kernels.mla_hopper.program import work_of
-from quire.kernels.mla_hopper.schedule import TILE, first_tile
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
+from quire.kernels.mla_hopper.schedule import TILE
 
 # Tiles of a partition up to which L2 fetches ahead. In longer loops that was slower (NVIDIA H200, 2026-11-25; what it
 # gains is in docs/notes/mla_hopper.md).
@@ -24,24 +24,23 @@ FETCHED_AHEAD = gl.constexpr(24)
 @gluon.jit
 def produce(s, source, program):
     """Load the latents of every tile of the partition. The producer warp runs this."""
-    partition, table_width = program.partition, source.table_width
+    row_block, part = program.row_block, program.part
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     BOX: gl.constexpr = program.config.BOX
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAIR: gl.constexpr = 2 * TILE
     lane = gl.arange(0, 32, LANES)
-    fetches_ahead = (gl.num_programs(0) > 1) & (partition.size <= FETCHED_AHEAD)
-    seq, place = partition.seq, partition.first
+    fetches_ahead = (gl.num_programs(0) > 1) & (part.size <= FETCHED_AHEAD)
+    seq, known, first = first_sequence(program, row_block)
+    pages = load_first_pages(source, program, seq, first, lane)
     uses, odd_uses = 0, 0
-    while place < partition.high:
-        row = source.page_table + seq.to(gl.int64) * source.stride_table
-        # These page numbers are loaded before the length of the sequence is known, so only the table bounds them.
-        pos = first_tile(partition, place + partition.overhead) * TILE
-        pages = load_pages(row, pos + lane * BOX, table_width * PAGE_SIZE, PAGE_SIZE)
-        work, next_place = work_of(program, seq, place, program.row_block)
-        stop = gl.minimum(pos + work.count * TILE, work.visible)
-        pages = gl.where(pos + lane * BOX < stop, pages, 0)
+    while seq <= part.last_seq:
+        row = row_of(source, seq)
+        work = work_of(program, seq, known, first, row_block)
+        pos = first * TILE
         end = pos + work.count * TILE
+        stop = gl.minimum(end, work.visible)
+        pages = gl.where(pos + lane * BOX < stop, pages, 0)
         while pos < end:
             rows = ()
             for i in gl.static_range(PAIR // BOX):
@@ -59,8 +58,35 @@ def produce(s, source, program):
                 odd_uses += 1
             uses += 1
             pos += PAIR
-        seq += 1
-        place = next_place
+        seq, known, first, pages = produce_next(source, program, seq, lane, row_block)
+
+
+@gluon.jit
+def row_of(source, seq):
+    """Return the page table's row of a sequence."""
+    return source.page_table + seq.to(gl.int64) * source.stride_table
+
+
+@gluon.jit
+def load_first_pages(source, program, seq, tile, lane):
+    """Load the page numbers of the first boxes that a partition has of a sequence, from `tile` on.
+
+    They are loaded before the length of the sequence is known, so only the table bounds them.
+    """
+    PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
+    row, pos = row_of(source, gl.minimum(seq, program.part.last_seq)), tile * TILE + lane * program.config.BOX
+    return load_pages(row, pos, source.table_width * PAGE_SIZE, PAGE_SIZE)
+
+
+@gluon.jit
+def produce_next(source, program, seq, lane, row_block):
+    """Return what `next_sequence` returns, and the first page numbers, which are loaded at the same time."""
+    pages = load_first_pages(source, program, seq + 1, 0, lane)
+    found, known, first = next_sequence(program, seq, row_block)
+    if program.lengths.cu_seqlens_q is not None:
+        if found > seq + 1:  # sequences without rows
+            pages = load_first_pages(source, program, found, 0, lane)
+    return found, known, first, pages
 
 
 @gluon.jit
@@ -135,12 +161,11 @@ def raw_tile(stage, desc):
 @gluon.jit
 def convert(s, source, program):
     """Convert the latents of every tile of the partition. One warpgroup runs this."""
-    partition = program.partition
-    seq, place = partition.seq, partition.first
+    row_block = program.row_block
+    seq, known, first = first_sequence(program, row_block)
     uses, odd_uses = 0, 0
-    while place < partition.high:
-        work, next_place = work_of(program, seq, place, program.row_block)
-        left = work.count
+    while seq <= program.part.last_seq:
+        left = work_of(program, seq, known, first, row_block).count
         while left > 0:
             for i in gl.static_range(4):
                 convert_quarter(s, source, EVEN, ORDER[EVEN][i], uses)
@@ -150,8 +175,7 @@ def convert(s, source, program):
                 odd_uses += 1
             uses += 1
             left -= 2
-        seq += 1
-        place = next_place
+        seq, known, first = next_sequence(program, seq, row_block)
 
 
 @gluon.jit

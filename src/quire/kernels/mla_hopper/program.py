@@ -6,7 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
-from quire.kernels.mla_hopper.schedule import Work, first_tile, keys_of, num_tiles, queries_of
+from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
+from quire.kernels.split_kv.schedule import Sequence, is_as_planned, load_sequence
 
 
 class Queries(NamedTuple):
@@ -14,6 +15,7 @@ class Queries(NamedTuple):
 
     nope: Any  # [num_tokens, NUM_HEADS, 512]
     rope: Any  # [num_tokens, NUM_HEADS, 64]
+    num_tokens: Any
     stride_nope_token: Any
     stride_nope_head: Any
     stride_rope_token: Any
@@ -62,8 +64,8 @@ class Program(NamedTuple):
 
     queries: Any  # Queries
     outputs: Any  # Outputs
-    lengths: Any  # schedule.Lengths
-    partition: Any  # schedule.Partition
+    lengths: Any  # scheduler.Lengths
+    part: Any  # schedule.Part
     index: Any  # of the partition
     num_partitions: Any
     row_block: Any
@@ -73,20 +75,109 @@ class Program(NamedTuple):
     config: Any  # Config
 
 
-@gluon.jit
-def work_of(program, seq, place, row_block):
-    """Return the tiles of a sequence that the program's partition holds, and the next sequence's place in the list.
+class Work(NamedTuple):
+    """The tiles of one sequence that a program attends to."""
 
-    The sequence's own place is `place`. A row block of few rows is the sequence's only one, 0, as the compiler then
-    knows.
+    first_pos: Any  # position of its first query
+    seq_len: Any
+    visible: Any  # keys that the row block sees
+    tile: Any  # first tile, in the sequence
+    count: Any  # tiles; at least one
+    starts: Any  # the first tile is the sequence's first
+    ends: Any  # the last tile is the sequence's last
+    as_planned: Any  # the sequence has as many tiles as in the schedule, or is not cut here
+
+
+class Target(NamedTuple):
+    """Where a sequence's results go: to where its queries are now, which may not be where the schedule has them."""
+
+    q_start: Any  # its first query token
+    q_len: Any
+    poison: (
+        Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
+    )
+
+
+# A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
+
+
+@gluon.jit
+def first_sequence(program, row_block):
+    """Return the first sequence of the partition that has rows in the row block.
+
+    Returns:
+        seq: its number; after the partition's last if there is none.
+        known: its `Sequence` of the schedule.
+        tile: its first tile that the partition holds.
     """
-    lengths, partition = program.lengths, program.partition
-    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
-    q_start, q_len = queries_of(lengths, seq)
-    first_pos, seq_len, visible = keys_of(lengths, seq, q_len, row_block, program.causal, NUM_HEADS)
-    tiles = num_tiles(q_len, visible, row_block, NUM_HEADS)
-    place += gl.where(tiles > 0, partition.overhead, 0)
-    start = first_tile(partition, place)
-    stop = gl.minimum(partition.high - place, tiles)
-    work = Work(seq, q_start, q_len, first_pos, seq_len, visible, start, stop - start, start == 0, stop == tiles)
-    return work, place + tiles
+    part = program.part
+    q_start, q_len = part.seq, part.seq * 0 + 1
+    if program.lengths.cu_seqlens_q is not None:
+        q_start, q_len = part.q_start, part.q_len
+    first_pos = part.seq_len - q_len
+    if program.lengths.query_offsets is not None:
+        first_pos = part.first_pos
+    seq, known = with_rows(program, part.seq, Sequence(part.seq_len, q_start, q_len, first_pos), row_block)
+    return seq, known, part.tile
+
+
+@gluon.jit
+def next_sequence(program, seq, row_block):
+    """Return of the next sequence that has rows in the row block what `first_sequence` returns, with its lengths."""
+    seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
+    return seq, known, seq * 0
+
+
+@gluon.jit
+def load_within(program, seq):
+    """Return the `Sequence` of a number, or of the partition's last sequence if that is less."""
+    return load_sequence(program.lengths, program.lengths.cu_seqlens_q, gl.minimum(seq, program.part.last_seq))
+
+
+@gluon.jit
+def with_rows(program, seq, known, row_block):
+    """Return the first sequence from `seq` on that has rows in the row block, or one after the partition's last.
+
+    `known` is the `Sequence` of `seq`.
+    """
+    if program.lengths.cu_seqlens_q is not None:
+        if known.q_len * program.config.NUM_HEADS <= row_block * ROWS:
+            seq = skip_without_rows(program, seq, row_block)
+            known = load_within(program, seq)
+    return seq, known
+
+
+@gluon.jit
+def skip_without_rows(program, seq, row_block):
+    """Return the first sequence from `seq` on that has rows in the row block, of which it reads SEQS at once."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0])  # every warp holds all
+    last_seq = program.part.last_seq
+    i = gl.arange(0, SEQS, LAYOUT)
+    found = seq * 0 + SEQS
+    while (seq <= last_seq) & (found == SEQS):
+        starts = program.lengths.cu_seqlens_q + gl.minimum(seq + i, last_seq)
+        q_len = gl.load(starts + 1) - gl.load(starts)
+        has_rows = (seq + i <= last_seq) & (q_len * program.config.NUM_HEADS > row_block * ROWS)
+        found = gl.min(gl.where(has_rows, i, SEQS), 0)
+        seq += found
+    return seq
+
+
+@gluon.jit
+def work_of(program, seq, known, tile, row_block):
+    """Return the `Work` of a sequence, whose `Sequence` is `known`, from `tile` on."""
+    part = program.part
+    visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
+    tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
+    is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
+    count = gl.where(is_cut, part.stop, tiles) - tile
+    as_planned = (tiles == part.last_tiles) | (not is_cut)
+    return Work(known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, as_planned)
+
+
+@gluon.jit
+def target_of(program, seq, known, work):
+    """Return the `Target` of a sequence, whose `Sequence` is `known`."""
+    now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
+    as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
+    return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))

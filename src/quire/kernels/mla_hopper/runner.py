@@ -13,6 +13,8 @@ from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
+from quire.kernels.portable import FOUND_NOW
+from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
 from quire.kernels.tma import page_box
@@ -38,14 +40,14 @@ class MLAHopperRunner:
         acc = Part(workspace, torch.float32, size.counters, rows * width)
         m_i = Part(workspace, torch.float32, size.counters + 4 * rows * width, rows)
         l_i = Part(workspace, torch.float32, size.counters + 4 * rows * (width + 1), rows)
-        numbers = batch.num_seqs, launch.num_partitions, launch.combine_cost, launch.sequence_cost
         self.lengths = batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets
-        self.scratch, self.numbers = (acc, m_i, l_i), numbers
+        self.scratch = acc, m_i, l_i
+        self.scheduler = scheduler_of(launch, batch)
+        self.placed: Any = None  # the schedule that the launches' arguments name
         self.grid = launch.row_blocks, launch.num_partitions, 1
         self.combine_meta = launch.combine_constexprs() | {"num_warps": 4, "launch_pdl": True}
         blocks = launch.partial_rows // self.combine_meta["BLOCK_M"] * (width // self.combine_meta["COLUMNS"])
-        cut = batch.num_seqs if self.combine_meta["BY_SEQUENCE"] else launch.num_partitions - 1
-        self.combine_grid = cut, launch.row_blocks, blocks
+        self.combine_grid = launch.num_cuts, launch.row_blocks, blocks
 
     def __call__(
         self,
@@ -68,7 +70,13 @@ class MLAHopperRunner:
             return
         spec = decided.request.spec
         widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
-        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k
+        is_new = self.scheduler.find(None)
+        if self.scheduler.tensors is not self.placed:
+            self.placed = self.scheduler.tensors
+            self.attend.compiled.clear()  # whose arguments have the former place
+            self.combine.compiled.clear()
+        numbers = FOUND_NOW if is_new else 0, q_nope.shape[0]
+        tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k, *numbers
         arguments = partial(self.arguments, cache, matrix, widths)
         self.attend(self.grid, tensors, cache.kind, arguments, [(cache.k.data_ptr(), matrix)] * len(widths))
         if self.grid[1] > 1:  # sequences are cut
@@ -76,7 +84,9 @@ class MLAHopperRunner:
 
     def arguments(self, cache: PagedKVCache, matrix: Matrix, widths: tuple[int, ...], *tensors: Any) -> Arguments:
         """Return the arguments of the kernel that attends, of which `tensors` are the first."""
-        out, lse, q_nope, q_pe, *_ = tensors
+        out, lse, q_nope, q_pe, *latents, _, num_tokens = tensors
+        # To wait is never wrong, and Triton's binder is asked for one number alone.
+        tensors = out, lse, q_nope, q_pe, *latents, FOUND_NOW, num_tokens
         spec, box = self.decided.request.spec, min(TILE, page_box(cache))
         descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
         absent = (None,) * (2 - len(widths))
@@ -84,14 +94,17 @@ class MLAHopperRunner:
         scores = spec.softmax_scale * LOG2E.value, int(spec.causal)
         strides = *q_nope.stride()[:2], *q_pe.stride()[:2], *out_strides(out, lse)
         pages = table.stride(0), table.shape[1], k.page // k.slot, k.slot
-        fixed = *absent, table, *self.lengths, *self.scratch, *scores, *self.numbers, *pages, *strides
+        parts, _ = self.placed
+        numbers = *scores, self.decided.num_partitions, *pages, *strides
+        fixed = *absent, table, *self.lengths, parts, *self.scratch, *numbers
         of_cache = {"PAGE_SIZE": cache.page_size, "BOX": box, "num_warps": 4, "launch_pdl": True}
         return Arguments(tensors, fixed, constexprs_of(self.decided) | of_cache, descriptors)
 
     def combine_arguments(self, out: torch.Tensor, lse: torch.Tensor | None) -> Arguments:
         """Return the arguments of the kernel that combines the partials of sequences that are cut."""
-        causal = int(self.decided.request.spec.causal)
-        fixed = *self.lengths, *self.scratch, causal, *self.numbers, *out_strides(out, lse)
+        _, cuts = self.placed
+        numbers = self.decided.num_partitions, *out_strides(out, lse)
+        fixed = self.batch.cu_seqlens_q, cuts, *self.scratch, *numbers
         return Arguments((out, lse), fixed, self.combine_meta)
 
 

@@ -1,30 +1,32 @@
-"""The schedule of the MLA kernel: which KV tiles a program owns, found from the lengths on the device.
+"""The schedule of the MLA kernel: which KV tiles a program owns, found once by a small kernel.
 
 The rows of a sequence, (token, query head) pairs, are cut into row blocks of ROWS rows. All programs of one row block
 share its work over all sequences: the KV tiles of the batch form one list, sequence after sequence, which is cut into
 equal partitions. Before the tiles of a sequence, the list has some places that stand for the time to begin a sequence.
 Programs of different row blocks have the same partitions. So those that read the same latents run at the same time, and
 share them in L2.
+
+`mla_schedule_kernel` reads the lengths and writes a `Part` for each partition of each row block, and a `Cut` for each
+sequence that may have to be combined. The kernels of all layers read them; `kernels/scheduler.py` says when the
+schedule is found again.
+
+Lengths may change while a schedule is in use. Every sequence belongs to a partition of each row block, also where it
+has no rows in the row block. Of the first sequence of a partition, the tiles and queries are those of then; of the last
+one, if it is cut, the number of tiles. The result of such a sequence is NaN if that has changed. Others are served with
+their lengths of now. Producer and consumers walk the same tiles, since all follow from the part and from the lengths.
 """
 
 from typing import Any, NamedTuple
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.mla_hopper import launch
+from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, TO_THE_END, load_sequence
 
-ROWS, TILE = gl.constexpr(launch.ROWS), gl.constexpr(launch.TILE)
-SEQS = gl.constexpr(128)  # sequences that a program reads in one step
-
-
-class Lengths(NamedTuple):
-    """What says how many queries and keys each sequence has."""
-
-    seq_lens: Any  # [num_seqs] int32
-    cu_seqlens_q: Any  # [num_seqs + 1] int32, or None if each sequence has one query
-    query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
-    num_seqs: Any
+ROWS, TILE = tl.constexpr(launch.ROWS), tl.constexpr(launch.TILE)
+SEQS = tl.constexpr(128)  # sequences that a program reads in one step
 
 
 class Costs(NamedTuple):
@@ -34,136 +36,176 @@ class Costs(NamedTuple):
     sequence: Any  # of beginning a sequence, where sequences differ
 
 
-class Partition(NamedTuple):
-    """A part of the list of the batch."""
+class Part(NamedTuple):
+    """What one partition of a row block has, in the order of memory: nothing if `seq` is after `last_seq`."""
 
-    low: Any  # its first place in the list
-    high: Any  # the place after its last
-    size: Any  # places of every partition but the last
-    overhead: Any  # places before the tiles of each sequence
-    seq: Any  # the sequence at place `low`
-    first: Any  # that sequence's first place
-
-
-@gluon.jit
-def queries_of(lengths, seq):
-    """Return the first query token and the number of queries of a sequence, or of each of a vector of sequences."""
-    if lengths.cu_seqlens_q is None:
-        return seq, seq * 0 + 1
-    else:
-        q_start = gl.load(lengths.cu_seqlens_q + seq)
-        return q_start, gl.load(lengths.cu_seqlens_q + seq + 1) - q_start
+    seq: Any  # its first sequence
+    tile: Any  # of that sequence, the first tile that is here
+    seq_len: Any  # of that sequence when the schedule was found, like the next three
+    q_start: Any
+    q_len: Any
+    first_pos: Any
+    last_seq: Any
+    stop: Any  # of that sequence, the tile after the last one that is here; TO_THE_END if the sequence ends here
+    last_tiles: Any  # tiles that it had when the schedule was found, if it is cut
+    size: Any  # places of a partition
 
 
-@gluon.jit
-def keys_of(lengths, seq, q_len, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the position of a sequence's first query, its keys, and how many of them its row block sees."""
-    seq_len = gl.load(lengths.seq_lens + seq)
-    if lengths.query_offsets is None:
-        first_pos = seq_len - q_len
-    else:
-        first_pos = gl.load(lengths.query_offsets + seq)
-    last_token = gl.minimum((row_block * ROWS + ROWS - 1) // NUM_HEADS, q_len - 1)
-    visible = gl.where(causal, gl.minimum(first_pos + last_token + 1, seq_len), seq_len)
-    return first_pos, seq_len, gl.maximum(visible, 0)
+class Cut(NamedTuple):
+    """What the second launch combines of a sequence in a row block, in the order of memory."""
+
+    number: Any  # partials; less than 2 if there is nothing to combine
+    first: Any  # the partition of the first one
+    seq: Any
 
 
-@gluon.jit
-def num_tiles(q_len, visible, row_block, NUM_HEADS: gl.constexpr):
+@triton.jit
+def visible_keys(sequence, row_block, causal, NUM_HEADS: tl.constexpr):
+    """Return how many keys of a `Sequence`, or of each of a vector of sequences, its row block sees."""
+    seq_len, _, q_len, first_pos = sequence
+    last_token = tl.minimum((row_block * ROWS + ROWS - 1) // NUM_HEADS, q_len - 1)
+    visible = tl.where(causal, tl.minimum(first_pos + last_token + 1, seq_len), seq_len)
+    return tl.maximum(visible, 0)
+
+
+@triton.jit
+def num_tiles(q_len, visible, row_block, NUM_HEADS: tl.constexpr):
     """Return the tiles of a row block that exists: at least one, so that zeros are written where there are no keys."""
-    return gl.where(q_len * NUM_HEADS > row_block * ROWS, gl.maximum((visible + TILE - 1) // TILE, 1), 0)
+    return tl.where(q_len * NUM_HEADS > row_block * ROWS, tl.maximum((visible + TILE - 1) // TILE, 1), 0)
 
 
-@gluon.jit
-def tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS: gl.constexpr):
+@triton.jit
+def tiles_of(sequence, row_block, causal, NUM_HEADS: tl.constexpr):
+    """Return the tiles of a `Sequence`, or of each of a vector of sequences."""
+    visible = visible_keys(sequence, row_block, causal, NUM_HEADS)
+    return num_tiles(sequence.q_len, visible, row_block, NUM_HEADS)
+
+
+@triton.jit
+def tiles_of_sequences(lengths, cu_seqlens_q, first, num_seqs, row_block, causal, NUM_HEADS: tl.constexpr):
     """Return the tiles of each of SEQS sequences from `first` on."""
-    # Every warp holds all sequences, so that sums over them need no barrier between warps.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [4], [0])
-    seqs = first + gl.arange(0, SEQS, LAYOUT)
-    inside = gl.minimum(seqs, lengths.num_seqs - 1)
-    _, q_len = queries_of(lengths, inside)
-    _, _, visible = keys_of(lengths, inside, q_len, row_block, causal, NUM_HEADS)
-    return gl.where(seqs < lengths.num_seqs, num_tiles(q_len, visible, row_block, NUM_HEADS), 0)
+    seqs = first + tl.arange(0, SEQS)
+    sequences = load_sequence(lengths, cu_seqlens_q, tl.minimum(seqs, num_seqs - 1))
+    return tl.where(seqs < num_seqs, tiles_of(sequences, row_block, causal, NUM_HEADS), 0)
 
 
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def find_sequence(tiles, start, tile):
-    """Return how many of these sequences end at or before `tile`, and where the last of those ends; 0 if none does.
-
-    The sequences' tiles begin at `start`.
-    """
-    ends = start + gl.associative_scan(tiles, 0, add)
-    before = ends <= tile
-    return gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, ends, 0), 0)
-
-
-@gluon.jit
-def partition_size(lengths, tiles, num_partitions, costs, row_block, causal, NUM_HEADS: gl.constexpr):
+@triton.jit
+def partition_size(total, longest, count, num_partitions, costs):
     """Return the places of every partition but the last, of all, and before the tiles of each sequence.
 
     Args:
-        tiles: those of the first SEQS sequences.
+        total: tiles of all sequences.
+        longest: tiles of the longest one.
+        count: sequences with tiles.
+        num_partitions: most partitions.
         costs: Costs.
     """
-    total, longest, count = gl.sum(tiles, 0), gl.max(tiles, 0), gl.sum((tiles > 0).to(gl.int32), 0)
-    for first in range(SEQS, lengths.num_seqs, SEQS):
-        more = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
-        total += gl.sum(more, 0)
-        longest = gl.maximum(longest, gl.max(more, 0))
-        count += gl.sum((more > 0).to(gl.int32), 0)
-    shortest = gl.maximum((gl.sqrt(total.to(gl.float32) * costs.combine) + 0.5).to(gl.int32), 1)
+    shortest = tl.maximum((tl.sqrt(total.to(tl.float32) * costs.combine) + 0.5).to(tl.int32), 1)
     all_equal = longest * count == total
-    overhead = gl.where(all_equal, 0, costs.sequence)
+    overhead = tl.where(all_equal, 0, costs.sequence)
     total += overhead * count
-    size = gl.maximum((total + num_partitions - 1) // num_partitions, shortest)
+    size = tl.maximum((total + num_partitions - 1) // num_partitions, shortest)
     # If all sequences are equal, a partition that ends where a sequence ends leaves less to combine.
-    longest = gl.maximum(longest, 1)
-    splits = gl.maximum(longest // size, 1)
+    longest = tl.maximum(longest, 1)
+    splits = tl.maximum(longest // size, 1)
     shorter, longer = (longest + splits - 1) // splits, (size + longest - 1) // longest * longest
-    even = gl.where(size < longest, shorter, longer)
-    return gl.where(all_equal & (even <= size + 1), even, size), total, overhead
+    even = tl.where(size < longest, shorter, longer)
+    return tl.where(all_equal & (even <= size + 1), even, size), total, overhead
 
 
-@gluon.jit
-def find_partition(lengths, index, num_partitions, costs, row_block, causal, NUM_HEADS: gl.constexpr):
-    """Return the `index`-th of at most `num_partitions` partitions."""
-    tiles = tiles_of_sequences(lengths, 0, row_block, causal, NUM_HEADS)
-    size, total, overhead = partition_size(lengths, tiles, num_partitions, costs, row_block, causal, NUM_HEADS)
-    low = index * size
-    tiles = gl.where(tiles > 0, tiles + overhead, 0)
-    seq, first_place = find_sequence(tiles, 0, low)
-    start = gl.sum(tiles, 0)
-    for first in range(SEQS, lengths.num_seqs, SEQS):
-        tiles = tiles_of_sequences(lengths, first, row_block, causal, NUM_HEADS)
-        tiles = gl.where(tiles > 0, tiles + overhead, 0)
-        seqs_before, end = find_sequence(tiles, start, low)
-        seq += seqs_before
-        first_place = gl.maximum(first_place, end)
-        start += gl.sum(tiles, 0)
-    return Partition(low, gl.minimum(low + size, total), size, overhead, seq, first_place)
+@triton.jit
+def count_before(seq, place, ends, at):
+    """Return how many sequences end at or before place `at`, and where the last of those ends.
+
+    `seq` and `place` are those of the sequences before these, which end at `ends`.
+    """
+    before = ends <= at
+    return seq + tl.sum(before.to(tl.int32), 0), tl.maximum(place, tl.max(tl.where(before, ends, 0), 0))
 
 
-class Work(NamedTuple):
-    """The tiles of one sequence that a program attends to."""
+@triton.jit(do_not_specialize=["sequence_cost", "by_sequence", "num_seqs", "num_partitions", "num_cuts"])
+def mla_schedule_kernel(
+    parts_ptr,  # [row blocks, num_partitions, PART_FIELDS] int32
+    cuts_ptr,  # [row blocks, num_cuts, CUT_FIELDS] int32
+    lengths,  # scheduler.Lengths
+    combine_cost, sequence_cost,  # Costs
+    causal,
+    by_sequence,  # whether there is a cut for each sequence, or for each partition: of the sequence that its end cuts
+    num_seqs, num_partitions, num_cuts,
+    NUM_HEADS: tl.constexpr,
+    PDL: tl.constexpr,  # programmatic dependent launch
+):  # fmt: skip
+    """Find a partition of a row block, and a sequence that may be cut. Grid: [row blocks * max(partitions, cuts)]."""
+    if PDL:  # whoever waits for this launch waits for those before it too
+        gdc_wait()
+    each = tl.maximum(num_partitions, num_cuts)
+    cu_seqlens_q = lengths.cu_seqlens_q
+    row_block, index = tl.program_id(0) // each, tl.program_id(0) % each
+    causal = causal > 0
+    total, longest, count = index * 0, index * 0, index * 0
+    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
+        tiles = tiles_of_sequences(lengths, cu_seqlens_q, first, num_seqs, row_block, causal, NUM_HEADS)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+        count += tl.sum((tiles > 0).to(tl.int32), 0)
+    size, total, overhead = partition_size(total, longest, count, num_partitions, Costs(combine_cost, sequence_cost))
+    low = tl.minimum(index * size, total)
+    high = tl.minimum(low + size, total)
+    # The sequences at both places, where they begin, and where sequence `index` begins.
+    seq, place, end_seq, end_place, own_place, end = index * 0, index * 0, index * 0, index * 0, index * 0, index * 0
+    for first in tl.range(0, num_seqs, SEQS, num_stages=1):
+        tiles = tiles_of_sequences(lengths, cu_seqlens_q, first, num_seqs, row_block, causal, NUM_HEADS)
+        places = tl.where(tiles > 0, tiles + overhead, 0)
+        ends = end + tl.cumsum(places, 0)
+        seq, place = count_before(seq, place, ends, low)
+        end_seq, end_place = count_before(end_seq, end_place, ends, high)
+        own_place += tl.sum(tl.where(first + tl.arange(0, SEQS) < index, places, 0), 0)
+        end += tl.sum(places, 0)
+    seq, end_seq = tl.minimum(seq, num_seqs), tl.minimum(end_seq, num_seqs)
+    seq = tl.where(index == 0, 0, seq)  # no sequence without rows is left out
+    stop = high - (end_place + overhead)
+    last = load_sequence(lengths, cu_seqlens_q, tl.minimum(end_seq, num_seqs - 1))
+    last_tiles = tiles_of(last, row_block, causal, NUM_HEADS)
+    is_cut = stop > 0
+    if index < num_partitions:
+        last_seq = tl.where(is_cut, end_seq, end_seq - 1)
+        is_empty = seq > last_seq
+        last_seq = tl.where(is_empty, num_seqs - 1, last_seq)
+        seq = tl.where(is_empty, num_seqs, seq)
+        sequence = load_sequence(lengths, cu_seqlens_q, tl.minimum(seq, num_seqs - 1))
+        part = Part(
+            seq, tl.maximum(low - (place + overhead), 0), sequence.seq_len, sequence.q_start, sequence.q_len,
+            sequence.first_pos, last_seq, tl.where(is_cut, stop, TO_THE_END), last_tiles, size,
+        )  # fmt: skip
+        for i in tl.static_range(len(part)):
+            tl.store(parts_ptr + (row_block * num_partitions + index) * PART_FIELDS + i, part[i])
+    if index < num_cuts:
+        cut_seq, cut_place, may_be_cut = end_seq, end_place, is_cut
+        if by_sequence:
+            cut_seq, cut_place, may_be_cut = index, own_place, index < num_seqs
+            own = load_sequence(lengths, cu_seqlens_q, tl.minimum(index, num_seqs - 1))
+            last_tiles = tiles_of(own, row_block, causal, NUM_HEADS)
+        cut_place += overhead
+        first_partition = cut_place // size
+        may_be_cut = may_be_cut & ((by_sequence > 0) | (first_partition == index)) & (last_tiles > 0)
+        number = tl.where(may_be_cut, (cut_place + last_tiles - 1) // size - first_partition + 1, 0)
+        cut = Cut(number, first_partition, tl.minimum(cut_seq, num_seqs - 1))
+        for i in tl.static_range(len(cut)):
+            tl.store(cuts_ptr + (row_block * num_cuts + index) * CUT_FIELDS + i, cut[i])
 
-    seq: Any
-    q_start: Any  # its first query token
-    q_len: Any
-    first_pos: Any  # position of its first query
-    seq_len: Any
-    visible: Any  # keys that the row block sees
-    tile: Any  # first tile, in the sequence
-    count: Any  # tiles
-    starts: Any  # the first tile is the sequence's first
-    ends: Any  # the last tile is the sequence's last
+
+@triton.jit
+def load_mla_part(parts_ptr, index):
+    """Return a `Part`."""
+    at = parts_ptr + index * PART_FIELDS
+    return Part(
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5),
+        tl.load(at + 6), tl.load(at + 7), tl.load(at + 8), tl.load(at + 9),
+    )  # fmt: skip
 
 
-@gluon.jit
-def first_tile(partition, place):
-    """Return the first tile of a sequence that is in the partition; the sequence's tiles begin at `place`."""
-    return gl.maximum(partition.low - place, 0)
+@triton.jit
+def load_mla_cut(cuts_ptr, index):
+    """Return a `Cut`."""
+    at = cuts_ptr + index * CUT_FIELDS
+    return Cut(tl.load(at), tl.load(at + 1), tl.load(at + 2))

@@ -1,12 +1,12 @@
 """The second launch: it combines the partials of row blocks after the split-KV kernel.
 
 One program that combines many partials, or tall ones, may take as long as attention itself. Here many programs share
-the rows and columns of a row block. They find their row block while the split-KV kernel ends.
+the rows and columns of a row block. They read which row block it is while the split-KV kernel ends.
 
 The states of batch-invariant splits are folded in key order. Each row and column of the fold is by itself, so a result
 has the bits that one program would compute.
 
-Grid: [num_row_blocks * num_kv_heads * PARTIAL_ROWS * slices]. A program combines COLUMNS columns of a row.
+Grid: [num_row_blocks * num_kv_heads * partial_rows * slices]. A program combines COLUMNS columns of a row.
 """
 
 import triton
@@ -14,12 +14,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.primitives import find_rows
-from quire.kernels.split_kv.schedule import Schedule, find_row_block, partition_size, sequence_span
+from quire.kernels.split_kv.schedule import load_cut
 from quire.kernels.states import Outputs, combine_at_once, store_result
 
 
 @triton.jit(
-    do_not_specialize=["window_left", "window_right", "num_seqs", "num_partitions", "stride_lse"],
+    do_not_specialize=["block_m", "partial_rows", "stride_scale", "stride_lse"],
 )
 def combine_partials_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -27,70 +27,55 @@ def combine_partials_kernel(
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
-    kv,  # views.KVLayout, of which lengths, intervals and the stride of scales are used
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    window_left, window_right, num_seqs, num_partitions, combine_cost, stride_out_token, stride_out_head, stride_lse,
+    block_m, partial_rows,  # rows of a row block, and those of them that are stored
+    stride_scale, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTIAL_ROWS: tl.constexpr,  # rows of a row block, and those of them that are stored
-    BLOCK_N: tl.constexpr, FIXED_SPLIT: tl.constexpr,  # of the split-KV kernel
-    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,  # of Schedule
-    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
+    STRIDE: tl.constexpr,  # rows from slot to slot, if states of splits are folded; 0 if partials are combined
     COLUMNS: tl.constexpr,  # of a program
     AHEAD: tl.constexpr,  # states that are loaded together
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
-    S: tl.constexpr = Schedule(
-        GROUP, BLOCK_M, FIXED_SPLIT if FIXED_SPLIT > 0 else BLOCK_N, SEQS, MORE_SEQS, 0, MIN_SPLIT_TILES,
-        TWO_LEVEL_DISCOUNT, TWO_LEVEL_MIN_TILES, INTERVALS, MORE_INTERVALS,
-    )  # fmt: skip
     SLICES: tl.constexpr = BLOCK_DV // COLUMNS
     pid = tl.program_id(0)
     if PDL:  # whoever waits for this launch waits for the split-KV kernel too
         if pid == 0:
             gdc_wait()
     columns = pid % SLICES * COLUMNS + tl.arange(0, COLUMNS)
-    row = pid // SLICES % PARTIAL_ROWS  # of the row block
-    kv_head = pid // (SLICES * PARTIAL_ROWS) % NUM_KV_HEADS
-    index = pid // (SLICES * PARTIAL_ROWS * NUM_KV_HEADS)
-    seq, row_block, seq_unit, total, longest, num_row_blocks = find_row_block(
-        kv, cu_seqlens_q, num_seqs, index, window_left, window_right, S
-    )
-    if index < num_row_blocks:
-        q_start, q_len, first_pos, _, _, _, num_units, _ = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, S
-        )
-        size = partition_size(total, longest, num_seqs, num_partitions, combine_cost, S)
-        block_unit = seq_unit + row_block * num_units
-        first_partition = block_unit // size
-        stop = block_unit + num_units
-        if ((first_partition + 1) * size < stop) & (row_block * BLOCK_M + row < q_len * GROUP):
-            if PDL:
-                gdc_wait()
-            if FIXED_SPLIT > 0:
-                # The program that began the row block has folded its splits, into the slot of the last of them.
-                acc, m_i, l_i = fold_slots(
-                    scratch, (first_partition + 1) * size - 1, stop, kv_head, row, columns, NUM_KV_HEADS, PARTIAL_ROWS,
-                    HEAD_DIM_V, AHEAD,
-                )  # fmt: skip
-            else:
-                acc, m_i, l_i = combine_slots(
-                    scratch, 2 * first_partition + 1, (stop - 1) // size - first_partition + 1, kv_head, row, columns,
-                    NUM_KV_HEADS, PARTIAL_ROWS, HEAD_DIM_V, AHEAD,
-                )  # fmt: skip
-            v_scale = 1.0
-            if v_scale_ptr is not None:
-                v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * kv.scale_head)
-            rows = find_rows(row_block * BLOCK_M + row, q_start, q_len, first_pos, kv_head, GROUP, 1)
-            outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
-            m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
-            store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
+    row = pid // SLICES % partial_rows  # of the row block
+    of_all = pid // SLICES // partial_rows
+    kv_head, index = of_all % NUM_KV_HEADS, of_all // NUM_KV_HEADS
+    cut = load_cut(scratch.cuts, index)
+    q_start, q_len = cut.seq, 1
+    if cu_seqlens_q is not None:
+        q_start = tl.load(cu_seqlens_q + cut.seq)
+        q_len = tl.load(cu_seqlens_q + cut.seq + 1) - q_start
+    if (cut.number > 1) & (cut.block * block_m + row < q_len * GROUP):
+        if PDL:
+            gdc_wait()
+        if STRIDE > 0:
+            acc, m_i, l_i = fold_slots(
+                scratch, cut.first, cut.first + cut.number, kv_head, row, columns, NUM_KV_HEADS, STRIDE,
+                HEAD_DIM_V, AHEAD,
+            )  # fmt: skip
+        else:
+            acc, m_i, l_i = combine_slots(
+                scratch, cut.first, cut.number, kv_head, row, columns, partial_rows, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
+            )
+        v_scale = 1.0
+        if v_scale_ptr is not None:
+            v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * stride_scale)
+        rows = find_rows(cut.block * block_m + row, q_start, q_len, 0, kv_head, GROUP, 1)
+        outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+        m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
+        store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
 
 
 @triton.jit
 def combine_slots(
-    scratch, first_slot, num_partials, kv_head, row, columns,
-    NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
+    scratch, first_slot, num_partials, kv_head, row, columns, partial_rows,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the combined state of a row's partials, whose maximum and sum are scalars.
 
@@ -103,7 +88,7 @@ def combine_slots(
         i = done + tl.arange(0, AHEAD)
         present = i < num_partials
         slot = first_slot + tl.where(i == 0, 0, 2 * i - 1)
-        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * PARTIAL_ROWS + row
+        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * partial_rows + row
         other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"), cache_modifier=".cg")
         other_l = tl.load(scratch.l_i + at, mask=present, other=0.0, cache_modifier=".cg")
         acc_ptrs = scratch.acc + (at * HEAD_DIM_V)[:, None] + columns[None, :]
@@ -115,15 +100,14 @@ def combine_slots(
 @triton.jit
 def fold_slots(
     scratch, first, stop, kv_head, row, columns,
-    NUM_KV_HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, STRIDE: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the fold of the states in slots `first` to `stop`, of one row, whose maximum and sum are scalars.
 
     States are loaded in rounds of AHEAD, a round before they are folded. The first round may have fewer, so that all
     others need no masks.
     """
-    STRIDE: tl.constexpr = NUM_KV_HEADS * PARTIAL_ROWS  # of slots, in rows
-    row_of_lane = kv_head * PARTIAL_ROWS + row
+    row_of_lane = kv_head * (STRIDE // NUM_KV_HEADS) + row
     num_first = (stop - first - 1) % AHEAD + 1
     at = tl.cast(first, tl.int64) * STRIDE + row_of_lane
     acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0

@@ -35,12 +35,22 @@ from quire.kernels.primitives import (
     write_new,
 )
 from quire.kernels.split_kv.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import Schedule, find_partition, sequence_span
+from quire.kernels.split_kv.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    skip_prompts,
+    span,
+    units_here,
+)
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_partitions", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def split_kv_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -52,11 +62,11 @@ def split_kv_kernel(
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
     norm_rope,  # views.NormRope, or None
+    is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    scale, softcap, window_left, window_right, num_seqs, num_partitions,
-    combine_cost,  # of a partial, in units; 0 to cut wherever partitions are equal
+    scale, softcap, window_left, window_right,
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
@@ -72,16 +82,16 @@ def split_kv_kernel(
     ROTARY_DIM: tl.constexpr,  # columns of a head that `norm_rope` rotates; None without `norm_rope`
     INTERLEAVED: tl.constexpr,  # pairs of them are (2i, 2i + 1)
     PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
-    SEQS: tl.constexpr, MORE_SEQS: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,  # of Schedule
-    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,
+    MAX_DECODE_QUERIES: tl.constexpr, INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,  # of Units
     FIXED_SPLIT: tl.constexpr,  # keys of a split, a multiple of BLOCK_N; 0 where units are tiles
     COMBINE_LAUNCH: tl.constexpr,  # another launch combines (`combine.py`)
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
-    MIN_SPLIT_TILES: tl.constexpr, TWO_LEVEL_DISCOUNT: tl.constexpr, TWO_LEVEL_MIN_TILES: tl.constexpr,  # of CostModel
-    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # of CostModel
+    FULL_TILE_LOOP_MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
-        gdc_wait()
+        if is_found_now:  # by the launch before this one, for which `load_part` has to wait
+            gdc_wait()
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
     # With packed fp8, fewer programs of an SM would have registers for these sums.
     COLUMN_SUMS: tl.constexpr = FIXED_SPLIT == 0 and not PACKED_FP8
@@ -92,10 +102,7 @@ def split_kv_kernel(
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64,
     )  # fmt: skip
-    S: tl.constexpr = Schedule(
-        GROUP, BLOCK_M, UNIT, SEQS, MORE_SEQS, MAX_DECODE_QUERIES, MIN_SPLIT_TILES, TWO_LEVEL_DISCOUNT,
-        TWO_LEVEL_MIN_TILES, INTERVALS, MORE_INTERVALS,
-    )  # fmt: skip
+    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
     # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
     COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
     # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -108,30 +115,33 @@ def split_kv_kernel(
     )  # fmt: skip
     partition = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    unit, high, size, seq, seq_unit = find_partition(
-        kv, cu_seqlens_q, num_seqs, partition, num_partitions, combine_cost, window_left, window_right, S
-    )
+    part = load_part(scratch.parts, partition)
+    if PDL and MAX_DECODE_QUERIES == 0:
+        gdc_wait()
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    while unit < high:  # one row block, or those of its units that are in this partition
+    seq, block, more = part.seq, part.block, part.low < part.high
+    sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
+    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+    while more:  # one row block, or those of its units that are in this partition
+        _, q_start, q_len, first_pos = sequence
+        kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
+        row_block = block if MULTI_BLOCK else 0
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+        num_here = stop - start
+        as_planned = is_as_planned(sequence, known) & (planned == num_units)
+        num_blocks = tl.cdiv(q_len * GROUP, BLOCK_M)
+        next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
         if MAX_DECODE_QUERIES > 0:
-            while tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES:
-                seq += 1
-        q_start, q_len, first_pos, kv_start, kv_stop, first, num_units, num_blocks = sequence_span(
-            kv, cu_seqlens_q, seq, window_left, window_right, S
-        )
-        row_block = 0
-        if MULTI_BLOCK:
-            row_block = (unit - seq_unit) // num_units
-        block_unit = seq_unit + row_block * num_units
-        num_here = tl.minimum(block_unit + num_units, high) - unit
+            next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
+        ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         row = table_row(kv, seq, stride_table)
-        begin = first + unit - block_unit  # in units of the sequence
-        seq_stop = kv_stop
+        begin = first + start  # in units of the sequence
+        row_stop = kv_stop
         if BAND:  # this load is in flight while the queries are loaded
             page = find_pages(row, begin * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
         rows = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, BLOCK_M)
@@ -140,7 +150,7 @@ def split_kv_kernel(
             bits = None
             if kv.tree_bits is not None:
                 bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
-            seq_len = tl.load(kv.seq_lens + seq)
+            seq_len = sequence.seq_len
             key_begin, key_end = load_intervals(kv, rows, first_pos, seq_len)
             sight = Sight(key_begin, key_end, bits, first_pos)
             # The rows of this row block may see fewer keys than those of the sequence.
@@ -167,6 +177,9 @@ def split_kv_kernel(
                 )
                 tl.debug_barrier()
         acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, EACH, num_sums(BLOCK_N) if COLUMN_SUMS else 1)
+        poison = tl.where(as_planned, 0.0, float("nan"))
+        l_i += poison
+        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             masked = tile_begin  # the first tile that needs masks
             if FULL_TILE_LOOP:  # most tiles of a long partition are full: every row sees every key
@@ -200,9 +213,10 @@ def split_kv_kernel(
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
-            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(seq_stop, BLOCK_N)) - 1
+            last = tl.minimum((begin + num_here) * TILES, tl.cdiv(row_stop, BLOCK_N)) - 1
             SUMS: tl.constexpr = groups_of(BLOCK_N)
             split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
+            split_l += poison
             for tile in tl.range(begin * TILES, last + 1):
                 next_page = find_pages(row, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_tile(
@@ -211,36 +225,34 @@ def split_kv_kernel(
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):
-                    if unit == block_unit:
+                    if start == 0:
                         acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)
                     else:
                         slot = (block_unit + tile // TILES - first) * NUM_KV_HEADS + kv_head
                         split_sum, columns = total(split_l), columns_of(HEAD_DIM_V, EACH, BLOCK_M)
                         store_partial(scratch, split_acc, split_m, split_sum, columns, slot, True, BLOCK_M, P)
                     split_acc, split_m, split_l = empty_state(BLOCK_M, HEAD_DIM_V, EACH, SUMS)
+                    split_l += poison
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        part = load_part(scratch.parts, partition)  # read again, and so in no register while tiles are loaded
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if PDL:
-            if (unit + num_here == high) & (COMBINE_LAUNCH | (size <= EARLY_EXIT_MAX_TILES)):
+            if ends_early:
                 gdc_launch_dependents()
-        if num_here == num_units:
+        if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
         elif COMBINE_LAUNCH:
-            left = (FIXED_SPLIT == 0) | (unit == block_unit)  # with splits, only where the row block begins
-            slot = unit + num_here - 1
-            if FIXED_SPLIT == 0:
-                slot = slot_of_partial(partition, block_unit // size)
+            left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
+            slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(partition, start)
             store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
         else:
             is_last, slots = store_and_arrive(
-                scratch, acc, m_i, l_i, columns, partition, kv_head, unit, block_unit, num_units, size, BLOCK_M, P
+                scratch, acc, m_i, l_i, columns, partition, kv_head, start, block_unit, planned, part.size, BLOCK_M, P
             )
             if is_last:
                 stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
                 store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
-        unit += num_here
-        seq_ends = unit == seq_unit + num_units * num_blocks
-        seq += seq_ends.to(tl.int32)
-        seq_unit = tl.where(seq_ends, unit, seq_unit)
+        seq, block, sequence, known = next_seq, next_block, following, following
     if PDL and MAX_DECODE_QUERIES > 0:
         # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
         # that later kernels see both results.

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from quire.dispatch.tree import power_of_two
 from quire.kernels.launch import Runner, constexprs_of, key_of
 from quire.kernels.portable import PortableLaunch, PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
+
+if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
+    from quire.kernels.scheduler import Scheduler, Search
 
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
@@ -64,11 +67,6 @@ class SplitKVLaunch(PortableLaunch):
         """Rows of a partial: those of the longest sequence, rounded up to a power of two to have fewer kernels."""
         bounds = self.request.bounds
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
-
-    @property
-    def seqs_at_once(self) -> int:
-        """Sequences that a program looks at in one step when it finds its partition."""
-        return 32 if self.request.num_seqs <= 32 else 256
 
     @property
     def intervals_at_once(self) -> int:
@@ -147,11 +145,7 @@ class SplitKVLaunch(PortableLaunch):
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
-        names = (
-            "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_M", "BLOCK_N", "PARTIAL_ROWS", "FIXED_SPLIT",
-            "SEQS", "MORE_SEQS", "INTERVALS", "MORE_INTERVALS", "MIN_SPLIT_TILES", "TWO_LEVEL_DISCOUNT",
-            "TWO_LEVEL_MIN_TILES", "PDL",
-        )  # fmt: skip
+        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "PDL"
         of_kernel, columns = constexprs_of(self), self.combine_columns
         ahead = self.partials_at_once
         if self.fixed_split_size:
@@ -159,6 +153,7 @@ class SplitKVLaunch(PortableLaunch):
         options = {"launch_pdl": True} if of_kernel["PDL"] else {}
         return {name: of_kernel[name] for name in names} | {
             "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
+            "STRIDE": self.lanes * self.partial_rows if self.fixed_split_size else 0,
         } | options  # fmt: skip
 
     @property
@@ -168,11 +163,12 @@ class SplitKVLaunch(PortableLaunch):
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
-        own, request = super().compile_keys(), self.request
+        request = self.request
+        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree, self.has_combine_launch
+        own = super().compile_keys() | {key_of("schedule", *absent, **self.schedule_constexprs())}
         if not self.has_combine_launch:
             return own
-        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree
-        return own | {key_of("combine_partials", *absent, **self.combine_constexprs())}
+        return own | {key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs())}
 
     def with_most_partitions(self) -> "PortableLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
@@ -225,17 +221,52 @@ class SplitKVLaunch(PortableLaunch):
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
         costs = self.costs
         return super().constexprs() | {
-            "PARTIAL_ROWS": self.partial_rows, "SEQS": self.seqs_at_once,
-            "MORE_SEQS": self.request.num_seqs > self.seqs_at_once, "MAX_DECODE_QUERIES": self.max_decode_queries,
+            "PARTIAL_ROWS": self.partial_rows, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
             "FIXED_SPLIT": self.fixed_split_size, "COMBINE_LAUNCH": self.has_combine_launch,
-            "TWO_LEVEL": self.is_two_level, "MIN_SPLIT_TILES": self.min_split_tiles,
-            "TWO_LEVEL_DISCOUNT": costs.two_level_combine_discount, "TWO_LEVEL_MIN_TILES": self.two_level_min_tiles,
-            "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
+            "TWO_LEVEL": self.is_two_level, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
+
+    @property
+    def num_cuts(self) -> int:
+        """Row blocks of which a second launch may have to combine partials."""
+        return self.num_row_blocks(self.request.bounds.num_tokens) if self.has_combine_launch else 0
+
+    @property
+    def rows_of_partition(self) -> tuple[int, int]:
+        """Rows of a query token, and rows of what a partition is a range of: a row block, or a band of latents."""
+        return self.request.spec.group_size, self.config.block_m
+
+    @property
+    def partition_costs(self) -> tuple[float, int, float, int]:
+        """`schedule.Costs`."""
+        return (
+            self.combine_cost, self.min_split_tiles, self.costs.two_level_combine_discount, self.two_level_min_tiles
+        )  # fmt: skip
+
+    def search(self, asked: int) -> "Search":
+        """Return the launch that finds the schedule, for units of so many keys."""
+        from quire.kernels.scheduler import Search
+        from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, schedule_kernel
+
+        parts, cuts = self.num_partitions, self.num_cuts
+        fixed = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
+        sizes = parts * PART_FIELDS.value, cuts * CUT_FIELDS.value
+        return Search(schedule_kernel, max(parts, cuts), sizes, fixed, self.schedule_constexprs() | {"UNIT": asked})
+
+    def schedule_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the launch that finds the schedule, but for its unit."""
+        group, block_m = self.rows_of_partition
+        of_kernel = constexprs_of(self)
+        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
+        return {
+            "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
+            "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
+            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"], "num_warps": 1,
+        } | options  # fmt: skip
 
     def own_scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials and arrival counters."""
@@ -256,14 +287,25 @@ class SplitKVLaunch(PortableLaunch):
         counter = Part(workspace, torch.int32, TILE_COUNTER_BYTES, (counters - TILE_COUNTER_BYTES) // 4)
         return Partials(acc, m_i, l_i, counter)
 
+    @property
+    def split_keys(self) -> int:
+        """Keys of a split of a batch-invariant plan; else 0."""
+        return self.fixed_split_size
+
+    def scheduler(self, batch: Batch) -> "Scheduler":
+        """Return what finds the schedule of a batch."""
+        from quire.kernels.scheduler import scheduler_of
+
+        return scheduler_of(self, batch)
+
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.split_kv.kernel import split_kv_kernel
 
         assert workspace is not None
         spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, batch.num_seqs
-        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers, self.num_partitions, self.combine_cost
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window
+        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers
         if self.has_combine_launch:
             from quire.kernels.split_kv.runner import CombineRunner
 
@@ -275,8 +317,6 @@ class SplitKVLaunch(PortableLaunch):
         details = f"{self.num_partitions} partitions × {self.lanes} {lanes}, partials of {self.partial_rows} rows"
         if self.is_two_level:
             details += ", two-level combine"
-        if self.request.num_seqs > self.seqs_at_once:
-            details += f", more than {self.seqs_at_once} sequences"
         if self.fixed_split_size:
             details += f", batch-invariant splits of {self.fixed_split_size} keys"
         if self.has_combine_launch:

@@ -40,7 +40,7 @@ class Slots(NamedTuple):
 
 @triton.jit
 def store_and_arrive(
-    scratch, acc, m_i, l_i, columns, partition, lane, unit, block_unit, num_units, size,
+    scratch, acc, m_i, l_i, columns, partition, lane, start, block_unit, num_units, size,
     BLOCK_M: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Write this program's partial of a row block and count its arrival.
@@ -52,8 +52,8 @@ def store_and_arrive(
         acc, m_i, l_i: the state over this program's units of the row block.
         columns: those that each panel of acc holds.
         partition, lane: of this program.
-        unit: the first unit of the row block that is in this partition.
-        block_unit: the first unit of the row block.
+        start: the first unit of the row block that is in this partition; 0 if it begins here.
+        block_unit: the first unit of the row block, in the batch.
         num_units: units of the row block.
         size: units of a partition.
         BLOCK_M: rows of the state.
@@ -72,8 +72,8 @@ def store_and_arrive(
     else:
         first_slot, next_slot, step = 2 * first_partition + 1, 2 * first_partition + 2, 2
         num_partials = num_arrivals
-        slot = slot_of_partial(partition, first_partition)
-    begun = (not P.FIXED_SPLIT) | (unit == block_unit)
+        slot = slot_of_partial(partition, start)
+    begun = (not P.FIXED_SPLIT) | (start == 0)
     store_partial(scratch, acc, m_i, l_i, columns, slot * P.LANES + lane, begun, BLOCK_M, P)
     counter, arrives = 2 * first_partition + 1, num_arrivals > 0
     if P.TWO_LEVEL_MIN_PARTIALS is not None:
@@ -98,9 +98,9 @@ def store_and_arrive(
 
 
 @triton.jit
-def slot_of_partial(partition, first_partition):
+def slot_of_partial(partition, start):
     """Return where a partition's partial of a row block is; a partition may end one row block and begin another."""
-    return 2 * partition + (partition == first_partition).to(tl.int32)
+    return 2 * partition + (start == 0).to(tl.int32)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from quire.cache import PagedKVCache
 from quire.kernels import views
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.portable import PortableRunner
+from quire.kernels.scheduler import Scheduler
 from quire.kernels.split_kv.combine import combine_partials_kernel
 from quire.kernels.split_kv.launch import SplitKVLaunch
 
@@ -20,12 +21,17 @@ class CombineRunner(PortableRunner):
         super().__init__(*arguments)
         self.combine, self.combine_grid = Kernel(combine_partials_kernel), (0, 1, 1)
 
+    def place(self, scheduler: Scheduler) -> None:
+        """Let both launches read the schedule where it is now."""
+        super().place(scheduler)
+        self.combine.compiled.clear()
+
     def set_grid(self, num_tokens: int) -> None:
         """Keep both grids for a batch of `num_tokens` query tokens."""
         super().set_grid(num_tokens)
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
-        self.combine_grid = decided.num_combine_programs(num_tokens), 1, 1
+        self.combine_grid = decided.num_combine_programs(min(num_tokens, decided.request.bounds.num_tokens)), 1, 1
 
     def __call__(
         self,
@@ -53,9 +59,7 @@ class CombineRunner(PortableRunner):
         decided = self.decided
         assert isinstance(decided, SplitKVLaunch)
         out = views.output_tensor(out, decided.request.device.native_fp8)
-        kv = views.kv_layout(cache, self.batch, cache.dtype)
-        starts, scratch, _, _, *window, num_seqs, num_partitions, combine_cost = self.fixed
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        fixed = kv, starts, scratch, *window, num_seqs, num_partitions, combine_cost, *strides
-        meta = decided.combine_constexprs() | {"BLOCK_N": self.block_n(cache)}
-        return Arguments((out, out_scale, lse, sinks, v_scale), fixed, meta)
+        rows = decided.config.block_m, decided.partial_rows
+        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
+        return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())
