@@ -35,8 +35,8 @@ from quire.kernels.hopper import tile_scheduler as hopper_scheduler
 from quire.kernels.hopper.partials import partials_at_once
 from quire.kernels.hopper.softcap import capped_exponents
 from quire.kernels.hopper.work_tile import power_of_two
-from quire.kernels.split_kv import kernel as split_kv
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable import kernel as split_kv
+from quire.kernels.portable.launch import PortableLaunch
 from quire.targets import TARGETS, Compiled, Launch, compiling
 from quire_tools.tuning.space import hinted
 from tests.compile import launches, loops
@@ -260,7 +260,7 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     """
     spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
     # The launch for decoding sequences is another kernel, which other tests compile.
-    monkeypatch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
+    monkeypatch.setattr(PortableLaunch, "bind", lambda *plan: lambda *tensors: None)
     launch = Launch(spec, 8, 512, max_seq_len, num_tokens, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"

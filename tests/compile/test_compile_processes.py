@@ -122,7 +122,7 @@ ORDERS = """
 import sys
 from quire.kernels.block.kernel import block_kernel
 from quire.kernels.mla.kernel import mla_kernel
-from quire.kernels.split_kv.kernel import split_kv_kernel
+from quire.kernels.portable.kernel import split_kv_kernel
 from quire.triton_internals import hash_callees
 kernels = [block_kernel, split_kv_kernel, mla_kernel]
 for kernel in kernels[:: int(sys.argv[1])]:

@@ -27,7 +27,7 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
-from quire.kernels.portable import FOUND_NOW
+from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import SCHEDULERS
 from quire.kernels.scratch import Part
 from quire.kernels.tensor_maps import KEPT, Format

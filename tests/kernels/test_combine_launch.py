@@ -8,7 +8,7 @@ import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.tree import forget_trees
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.testing import make_problem
 from tests.extended import extended, slow
 
@@ -34,7 +34,7 @@ def combine_apart(monkeypatch):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
+        monkeypatch.setattr(PortableLaunch, "has_combine_launch", apart)
         forget_trees()
 
     yield combine_apart

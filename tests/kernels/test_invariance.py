@@ -7,7 +7,7 @@ import torch
 
 import quire
 from quire.dispatch.tree import forget_trees
-from quire.kernels.split_kv import launch as split_kv
+from quire.kernels.portable import launch as split_kv
 from quire.testing import make_problem
 from tests.extended import extended, some_extended
 

@@ -14,7 +14,7 @@ import quire
 from quire import log
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels import ranges, tma
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
 from quire.testing import Problem, make_problem

@@ -64,10 +64,10 @@ GROUPS = {
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ROTATIONS),
-    "kernels/block/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
+    "kernels/portable/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
     "kernels/*/choice.py": Judges(False, DECISIONS),
     "kernels/*/launch.py": Judges(False, (*DECISIONS, "test_service.py")),
-    "kernels/split_kv/*.py": Judges(
+    "kernels/portable/*.py": Judges(
         True,
         (
             *DENSE,

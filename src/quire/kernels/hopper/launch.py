@@ -13,9 +13,8 @@ from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
-from quire.kernels.portable import PortableLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
-from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
 from quire.spec import AttentionSpec
 
@@ -57,7 +56,7 @@ class HopperLaunch:
     config: HopperConfig
     fallback: PortableLaunch
     num_splits: int = 1
-    decode: SplitKVLaunch | None = None
+    decode: PortableLaunch | None = None
     section_heads: int | None = None
     fixed_split_size: int = 0
     column_parts: int = 1

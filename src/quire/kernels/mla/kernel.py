@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
-from quire.kernels.split_kv.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.split_kv.schedule import (
+from quire.kernels.portable.reduce import Partial, store_and_arrive, store_combined, store_partial
+from quire.kernels.portable.schedule import (
     Sequence,
     Units,
     is_as_planned,
@@ -31,6 +30,7 @@ from quire.kernels.split_kv.schedule import (
     span,
     units_here,
 )
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
