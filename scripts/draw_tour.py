@@ -2,7 +2,7 @@
 
     python scripts/draw_tour.py
 
-Nothing needs a GPU. The partitions are those that the split-KV kernel's own schedule computes, in Triton's interpreter.
+Nothing needs a GPU. The partitions are those that the portable kernel's own schedule computes, in Triton's interpreter.
 """
 
 import json

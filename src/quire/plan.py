@@ -224,7 +224,7 @@ def plan(
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
-        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; for
+        kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
             is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
             scales, the fallback that the plan names does; `launch_for` says which one it is.

@@ -63,9 +63,7 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
                 with pytest.raises(AssertionError, match="compiled in service"):
                     quire.attention(q, cache, plan, **new)
     combining = {"combine_kernel", "combine_partials_kernel"}
-    assert (
-        kernels == {"write_kernel", "block_kernel", "schedule_kernel", "split_kv_kernel", "hopper_kernel"} | combining
-    )
+    assert kernels == {"write_kernel", "schedule_kernel", "portable_kernel", "hopper_kernel"} | combining
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                     with pytest.raises(AssertionError, match="compiled in service"):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
-    portable = {"block_kernel", "schedule_kernel", "split_kv_kernel", "combine_partials_kernel"}
+    portable = {"schedule_kernel", "portable_kernel", "combine_partials_kernel"}
     assert kernels == {write} | portable | (set() if "token" in kind else {"hopper_kernel", "combine_kernel"})
     assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
@@ -140,7 +138,7 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
         ops.attention(inputs["q"], inputs["cache"], plan, out, None, None, None, None)
         assert [c.kernel for c in compiled] == [
             "schedule_kernel",
-            "split_kv_kernel",
+            "portable_kernel",
             "combine_partials_kernel",
             "hopper_kernel",
             "combine_kernel",

@@ -1,4 +1,4 @@
-"""The schedule of the split-KV kernel: what partitions have, how long they are, and when it is found again."""
+"""The schedule of the portable kernel: what partitions have, how long they are, and when it is found again."""
 
 import dataclasses
 import gc
@@ -234,7 +234,9 @@ def combine_apart(monkeypatch):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(PortableLaunch, "has_combine_launch", apart)
+        monkeypatch.setattr(
+            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
+        )
         forget_trees()
 
     yield combine_apart

@@ -64,7 +64,6 @@ GROUPS = {
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ROTATIONS),
-    "kernels/portable/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
     "kernels/*/choice.py": Judges(False, DECISIONS),
     "kernels/*/launch.py": Judges(False, (*DECISIONS, "test_service.py")),
     "kernels/portable/*.py": Judges(

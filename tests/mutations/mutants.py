@@ -70,7 +70,7 @@ IN_INTERPRETER = {
         "l_i = l_i + sums_of_columns",
         LONG + "[2]",
     ),
-    "denominator not rescaled, block kernel": Mutant(
+    "denominator not rescaled, row blocks that are not cut": Mutant(
         "kernels/states.py",
         "l_i = l_i * alpha + tl.sum(p, 1)",
         "l_i = l_i + tl.sum(p, 1)",
@@ -174,32 +174,31 @@ IN_INTERPRETER = {
     "the 64th draft forgotten": Mutant(
         "kernels/primitives.py", "tl.maximum(draft, 0), 63)", "tl.maximum(draft, 0), 62)", TREES + "64_drafts[1]"
     ),
-    # block/
+    # portable/
     "full tiles end a key late": Mutant(
-        "kernels/portable/kernel.py",
-        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
-        "seen_until = tl.minimum(low_pos + window_right + 2, seq_len)",
+        "kernels/primitives.py",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 1, seq_len)",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 2, seq_len)",
         FULL_TILES + "[causal-dtype0]",
     ),
     "full tiles begin by the first row's window": Mutant(
-        "kernels/portable/kernel.py",
-        "seen_by_all = high_pos - window_left",
-        "seen_by_all = low_pos - window_left",
+        "kernels/primitives.py",
+        "full_start = high_pos - scoring.window_left",
+        "full_start = low_pos - scoring.window_left",
         FULL_TILES + "[window-dtype0]",
     ),
     "full tiles past the last key": Mutant(
-        "kernels/portable/kernel.py",
-        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
-        "seen_until = low_pos + window_right + 1",
+        "kernels/primitives.py",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 1, seq_len)",
+        "full_stop = low_pos + scoring.window_right + 1",
         ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]",
     ),
-    "a block's last tile forgotten": Mutant(
+    "a row block's last tile forgotten": Mutant(
         "kernels/portable/kernel.py",
-        "tl.range(1, 1 + num_before + stop - full_stop)",
-        "tl.range(1, num_before + stop - full_stop)",
+        "begin, end = full_stop - (full_start - start), stop",
+        "begin, end = full_stop - (full_start - start), stop - 1",
         ATTENTION + "features[causal-1]",
     ),
-    # split_kv/
     "a partial forgotten": Mutant(
         "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
@@ -220,8 +219,8 @@ IN_INTERPRETER = {
     ),
     "a stale schedule gives numbers": Mutant(
         "kernels/portable/kernel.py",
-        'poison = tl.where(as_planned, 0.0, float("nan"))',
-        "poison = 0.0",
+        'tl.where(as_planned, 0.0, float("nan"))',
+        "0.0",
         STALE + "[1-the last program combines]",
     ),
     "other lengths than planned go unnoticed": Mutant(
@@ -271,8 +270,8 @@ IN_INTERPRETER = {
     ),
     "splits of a fixed size added in another order": Mutant(
         "kernels/portable/kernel.py",
-        "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)",
-        "acc, m_i, l_i = fold_split(split_acc, split_m, total(split_l), acc, m_i, l_i[:, None])",
+        "fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)",
+        "fold_split(acc, m_i, total(l_i), whole_acc, whole_m, whole_l[:, None])",
         "kernels/test_invariance.py",
     ),
     "the last partial of a second launch left out": Mutant(
@@ -283,8 +282,8 @@ IN_INTERPRETER = {
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
         "kernels/portable/kernel.py",
-        "                page = next_page\n                if (tile + 1) % TILES == 0:",
-        "                page = next_page\n                if (tile + 2) % TILES == 0:",
+        "if ((tile + 1) % TILES == 0) | (tile == stop - 1):",
+        "if ((tile + 1 + (not F.PARTITIONED)) % TILES == 0) | (tile == stop - 1):",
         HOW_SPLIT,
     ),
     # mla/
