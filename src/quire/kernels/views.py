@@ -95,7 +95,7 @@ class KVLayout(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """The schedule of the portable or the MLA kernel, and its scratch: partials of row blocks that are cut, and arrival counters.
+    """A schedule, and the scratch: partials of row blocks that are cut, and arrival counters.
 
     A partition has two slots: one for the row block that it enters midway, one for the row block that it leaves
     unfinished. With fixed splits, each split has one slot.

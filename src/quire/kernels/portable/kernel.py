@@ -125,7 +125,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
     """
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
-    AT_BOTH_ENDS: tl.constexpr = F.FULL_TILE_LOOP and not F.PARTITIONED and F.FIXED_SPLIT == 0
+    IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0  # of keys
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
     rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
@@ -157,7 +157,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.FULL_TILE_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
         full_stop = tl.maximum(tl.minimum(full_to // T.BLOCK_N, stop), full_start)
-        if not AT_BOTH_ENDS:
+        if IN_ORDER:
             pays = full_start == start
             if F.PARTITIONED:  # most tiles of a long partition are full
                 pays = pays & (stop - start > F.FULL_TILE_LOOP_MIN_TILES)
@@ -184,18 +184,20 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH)
         whole_l += poison
     for masked in tl.static_range(0 if F.FULL_TILE_LOOP else 1, 2):
+        num_before = full_start - start
         tile, begin, end = full_start, full_start, full_stop
-        if masked:
-            begin, end = full_stop - (full_start - start), stop
-            if AT_BOTH_ENDS:
-                tile = tl.where(begin < full_stop, start, full_stop)
+        if masked and IN_ORDER:
+            begin, end = full_stop, stop
+        elif masked:  # tiles at the one end, then those at the other
+            begin, end = 1, 1 + num_before + stop - full_stop
+            if F.FULL_TILE_LOOP:
+                tile = tl.where(num_before > 0, start, full_stop)
                 page = pages_of_tile(keys, tile, T)
         for i in tl.range(begin, end):
-            next_tile = i + 1
-            if AT_BOTH_ENDS and masked:
-                next_tile = tl.where(next_tile < full_stop, next_tile - full_stop + full_start, next_tile)
-            else:  # a tile that is carried from the iteration before makes Triton give up its pipeline
-                tile = i
+            if masked and not IN_ORDER:
+                next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
+            else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
+                tile, next_tile = i, i + 1
             next_page = pages_of_tile(keys, next_tile, T)
             acc, m_i, l_i = attend_tile(acc, m_i, l_i, page, tile * T.BLOCK_N, block, inputs, T, masked)
             if F.FIXED_SPLIT > 0:
