@@ -144,9 +144,10 @@ class Plan:
             >>> quire.plan(spec, batch, max_query_len=1, max_seq_len=8).update()
         """
         if not is_served_by_torch(self.batch.device):
-            from quire.kernels.scheduler import forget_schedules  # which imports Triton
+            from quire.kernels.scheduler import schedulers_for  # which imports Triton
 
-            forget_schedules(self.batch)
+            for scheduler in schedulers_for(self.batch):  # each is found before the next launch that reads it
+                scheduler.forget()
 
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
@@ -205,7 +206,7 @@ def plan(
 
     Lengths may change within the bounds. A plan notices what PyTorch writes to them, and a captured graph reads them in
     each replay. After a kernel of another library wrote to them, make a new plan or call `plan.update()`: else results
-    may be NaN where keys were split, but never those of other lengths.
+    may be NaN, but never those of other lengths. The same holds for intervals, but without one, results may be wrong.
 
     Args:
         spec: what is computed.

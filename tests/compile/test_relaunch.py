@@ -102,9 +102,11 @@ def attend(plan, **inputs):
     return quire.attention(**inputs, plan=plan)
 
 
-def has_schedule(launch):
-    """Whether a launch finds a schedule before the first layer."""
-    return launch.name in ("split_kv", "mla") or (launch.name == "hopper" and launch.decode is not None)
+def schedules_of(launch):
+    """Return the kernels that find schedules before the first layer."""
+    if launch.name == "hopper":
+        return ["hopper_schedule_kernel"] if launch.decode is None else ["hopper_schedule_kernel", "schedule_kernel"]
+    return ["schedule_kernel"] if launch.name == "split_kv" else []
 
 
 def without_launches(plan):
@@ -191,8 +193,10 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         has_second = launch.decode is not None or launch.num_splits > 1
     else:
         has_second = launch.name == "split_kv" and launch.has_combine_launch
-    assert len(again) == 1 + has_second + has_schedule(launch)
-    assert (again[0][0] == "schedule_kernel") == has_schedule(launch)
+    schedules = schedules_of(launch)
+    assert [name for name, *_ in again if name in launches.SCHEDULES] == schedules
+    assert [name for name, *_ in again[: len(schedules)]] == schedules
+    assert len(again) == len(schedules) + 1 + has_second
     assert (launch.name == "hopper" and launch.num_splits > 1) == (
         target == "sm90" and batch == "chunk, split" and head_dim == 128
     )
@@ -238,10 +242,10 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
     with caplog.at_level(logging.DEBUG, "quire.launch"):
         quire.attention(**some, plan=plan)
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        rf"portable_kernel, grid {passed[0][1][0]} × 1 × 1, (compiled in|from the cache in|loaded before).*", line
-    )
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel"]
+    for (name, grid, _), line in zip(passed, caplog.messages, strict=True):
+        how = "compiled in|from the cache in|loaded before"
+        assert re.fullmatch(rf"{name}, grid {grid[0]} × 1 × 1, ({how}).*", line)
     called = set()
     sys.setprofile(lambda frame, event, value: called.add(frame.f_code.co_filename))
     try:
@@ -338,7 +342,7 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         quire.attention(**inputs, plan=plan)
         if kernel == "hopper":
             before, queries = len(passed), others.pop("q")
-            quire.attention(**inputs | queries, plan=plan)
+            attend(plan, **inputs | queries)
             again = passed[before:]
         for what, other in others.items():
             with pytest.raises(InterruptedError):
@@ -346,8 +350,9 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
                 pytest.fail(f"relaunched for another {what}")
     if kernel == "hopper":
         before = len(passed)
-        quire.attention(**inputs | queries, plan=without_launches(plan))
-        assert again == passed[before:] != passed[:1]
+        attend(without_launches(plan), **inputs | queries)
+        assert again == passed[before:] != passed[:2]
+        assert [name for name, *_ in again] == ["hopper_schedule_kernel", "hopper_kernel"]
 
 
 def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched(passed, monkeypatch):
@@ -440,7 +445,7 @@ def test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder(batch,
 def prompts(passed, monkeypatch):
     """A plan of the Hopper kernel for prompts, what `attention` takes, and a function that calls a plan.
 
-    The function returns what the kernels would get, and how many tensor maps were encoded.
+    The function returns what the kernel that attends would get, and how many tensor maps were encoded.
     """
     stub = Driver(TARGETS["sm90"])
     monkeypatch.setattr(driver, "_active", stub)
@@ -454,7 +459,8 @@ def prompts(passed, monkeypatch):
     def call(plan, inputs):
         before, encoded = len(passed), fill.call_count
         quire.attention(**inputs, plan=plan)
-        return passed[before:], fill.call_count - encoded
+        attends = [call for call in passed[before:] if call[0] == "hopper_kernel"]
+        return attends, fill.call_count - encoded
 
     call(plan, inputs)
     Format.tensor_map.cache_clear()
@@ -585,7 +591,8 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
     again = passed[first:]
     attend(without_launches(plan), q=q_again, cache=cache_again, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
-    assert len(again) == 2  # the schedule comes before `mla_kernel`, and mla_hopper combines in a second launch
+    by_hopper = ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
+    assert [name for name, *_ in again] == (by_hopper if target == "sm90" else ["schedule_kernel", "mla_kernel"])
 
 
 def states_to_merge(count=2, num_tokens=3, num_heads=4, dim=64, dtype=torch.bfloat16, pad=0):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import quire
+from quire import debug
 from quire.dispatch import tree
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
@@ -198,7 +199,8 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
         num_cuts=sum(blocks) + 3 if combines else 0,
     )  # fmt: skip
     finder = Scheduler(launch, SimpleNamespace(
-        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts
+        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts,
+        device=seq_lens.device,
     ))  # fmt: skip
     assert finder.find(unit) and not finder.find(unit)
     parts, cuts = finder.tensors
@@ -290,11 +292,13 @@ def test_queries_may_move_between_sequences_under_a_schedule(device):
     """A partition that ends with a sequence serves the row blocks that the sequence has now, whichever they are."""
     spec = quire.AttentionSpec(**HEADS | {"num_q_heads": 18})
     p = make_problem(spec, ((8, 40), (1, 20), (1, 16), (5, 30)), device=device)
-    plan = quire.plan(spec, p.batch, **p.bounds | {"max_query_len": 8}, num_splits=1, config=SMALL)
+    plan = quire.plan(spec, p.batch, **p.bounds | {"max_query_len": 8}, num_splits=2, config=SMALL)
+    assert plan.kernel == "split_kv"
     quire.attention(p.q, p.cache, plan)
     for ends in ((2, 8, 8, 15), (0, 6, 13, 15), (8, 9, 9, 15), (3, 11, 14, 15)):
         set_unseen(p.batch.cu_seqlens_q, (0, *ends))
-        state = quire.attention(p.q, p.cache, plan, return_lse=True)
+        unwritten = quire.State(torch.full_like(p.q, 9.0), torch.full(p.q.shape[:2], 9.0, device=device))
+        state = quire.attention(p.q, p.cache, plan, out=unwritten)
         p.batch.cu_seqlens_q.add_(0)
         right = quire.attention(p.q, p.cache, plan, return_lse=True)
         is_nan = state.lse.isnan().any(1)
@@ -366,3 +370,24 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     del first, second, other, made
     gc.collect()
     assert len(scheduling.SCHEDULERS) <= number - 2
+
+
+def test_a_recorded_call_with_a_stale_schedule_warns_and_is_right(device, tmp_path):
+    spec = quire.AttentionSpec(**HEADS)
+    p = make_problem(spec, ((1, 300), (1, 40)), device=device, one_query=True)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=4, config=SMALL)
+
+    def recorded() -> Any:
+        with debug.record(tmp_path / "call.quire"):
+            return quire.attention(p.q, p.cache, plan, return_lse=True)
+
+    recorded()
+    recorded()
+    p.batch.seq_lens.copy_(torch.tensor([290, 5]))
+    recorded()
+    set_unseen(p.batch.seq_lens, (170, 20))
+    with pytest.warns(UserWarning, match=r"call plan.update\(\) after that kernel") as warned:
+        state = recorded()
+    assert [w.filename for w in warned] == [__file__]
+    assert error_budget(p, state).passed
+    recorded()

@@ -28,7 +28,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
-CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+ROW_BLOCKS, PARTIALS, CUT = "kernels/hopper/schedule.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -143,8 +143,8 @@ IN_INTERPRETER = {
     # primitives.py: intervals and trees
     "drafts before the first key of a row not read": Mutant(
         "kernels/primitives.py",
-        "tl.where(rows.owned, tl.minimum(begin, end), 2147483647)",
-        "tl.where(rows.owned, begin, 2147483647)",
+        "first = tl.minimum(sight.begin, sight.end)",
+        "first = sight.begin",
         TREES + "drafts_before_the_first_key_of_a_row_are_seen[1]",
     ),
     "intervals begin a key late": Mutant(
@@ -195,8 +195,8 @@ IN_INTERPRETER = {
     ),
     "a row block's last tile forgotten": Mutant(
         "kernels/portable/kernel.py",
-        "begin, end = full_stop - (full_start - start), stop",
-        "begin, end = full_stop - (full_start - start), stop - 1",
+        "begin, end = 1, 1 + num_before + stop - full_stop",
+        "begin, end = 1, num_before + stop - full_stop",
         ATTENTION + "features[causal-1]",
     ),
     "a partial forgotten": Mutant(
@@ -237,8 +237,8 @@ IN_INTERPRETER = {
     ),
     "lengths that were written to are not read again": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, capture_id(device)",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, capture_id(self.device)",
         FOUND_AGAIN,
     ),
     "a new plan with the schedule of one before": Mutant(
@@ -249,8 +249,8 @@ IN_INTERPRETER = {
     ),
     "a graph without its schedule": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, 0, *versions",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, 0, *self.versions()",
         FOUND_AGAIN,
     ),
     "partials combined without weights": Mutant(
@@ -484,7 +484,7 @@ IN_INTERPRETER = {
         ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
     ),
     "Hopper: partials past the scratch": Mutant(
-        CUTS, "(stop <= CUT_SLOTS)", "(stop <= 2 * CUT_SLOTS)", CUT + "what_does_not_fit_is_not_cut"
+        ROW_BLOCKS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
@@ -672,7 +672,7 @@ OUTSIDE = {
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        "kernels/hopper/work_tile.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
+        ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
     "plans with more scratch than their corners": Mutant(
         "plan.py",

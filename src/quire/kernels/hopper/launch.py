@@ -209,7 +209,7 @@ class HopperLaunch:
 
     def search(self, asked: tuple[int, int]) -> "Search":
         """Return the launch that finds the schedule, for tiles of so many keys and so many programs."""
-        from quire.kernels.hopper.schedule import FIELDS, PLACES, find_row_blocks
+        from quire.kernels.hopper.schedule import FIELDS, PLACES, hopper_schedule_kernel
         from quire.kernels.scheduler import Search
 
         (block_n, num_programs), request = asked, self.request
@@ -217,9 +217,9 @@ class HopperLaunch:
             *request.spec.window, request.num_seqs, self.max_decode_queries, num_programs, self.work_tiles_each,
             self.cut_slots, self.max_places,
         )  # fmt: skip
-        sizes = self.max_places * FIELDS.value, 3
+        sizes = self.max_places * FIELDS.value, 3, 3 * request.num_seqs
         meta = self.schedule_constexprs() | {"BLOCK_N": block_n}
-        return Search(find_row_blocks, cdiv(self.max_places, PLACES.value), sizes, fixed, meta)
+        return Search(hopper_schedule_kernel, cdiv(self.max_places, PLACES.value), sizes, fixed, meta)
 
     def schedule_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the launch that finds the schedule, but for its tile."""
@@ -234,7 +234,7 @@ class HopperLaunch:
         # Of states, which are float32, Triton asks whether 16 divides the strides of heads.
         states = () if self.num_splits == 1 else (self.num_splits * self.request.spec.head_dim_v % 16 == 0,)
         keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
-        keys.add(key_of("find_row_blocks", self.request.has_intervals, **self.schedule_constexprs()))
+        keys.add(key_of("hopper_schedule", self.request.has_intervals, **self.schedule_constexprs()))
         if states:
             keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()

@@ -10,7 +10,7 @@ for the one that attends to it. So such sequences are cut: their last row blocks
 leaves a partial in a slot of the scratch. The last warpgroup to arrive combines the partials (`partials.py`). The host
 knows bounds, not lengths. It says how many slots there are, and what does not fit is not cut.
 
-A place of the order is a row block, or a split of one. `find_row_blocks` writes a `RowBlock` for each place.
+A place of the order is a row block, or a split of one. `hopper_schedule_kernel` writes a `RowBlock` for each place.
 `kernels/scheduler.py` says when they are found again.
 """
 
@@ -50,6 +50,16 @@ class RowBlock(NamedTuple):
     full_stop: Any
     kv_low: Any  # keys that are in the sequence's pages and finite: at least those that any row sees
     kv_high: Any
+
+
+class Planned(NamedTuple):
+    """The lengths for which row blocks were found, and where those of now are."""
+
+    lengths: Any  # [num_seqs, 3] int32: keys, the end of the queries, and the offset of the first one if there are any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    query_offsets: Any
+    num_seqs: Any
 
 
 class Sequences(NamedTuple):
@@ -248,9 +258,10 @@ def keys_of_intervals(lengths, token, q_start, q_len, seq_len, BLOCK_T: tl.const
         "max_places",
     ],
 )  # fmt: skip
-def find_row_blocks(
+def hopper_schedule_kernel(
     places_ptr,  # [max_places, FIELDS] int32
     summary_ptr,  # [3] int32: places of the batch, and what `order_by_keys` returns last
+    planned_ptr,  # of Planned
     lengths,  # kernels.scheduler.Lengths
     window_left, window_right, num_seqs,
     max_decode_queries,  # sequences with at most this many queries belong to the decode launch; 0 if there is none
@@ -285,6 +296,13 @@ def find_row_blocks(
         tl.store(summary_ptr, num_places)
         tl.store(summary_ptr + 1, num_singles)
         tl.store(summary_ptr + 2, from_back)
+        for first in tl.range(0, num_seqs, SEQS, num_stages=1):
+            seqs = first + tl.arange(0, SEQS)
+            inside, planned = seqs < num_seqs, planned_ptr + 3 * seqs
+            tl.store(planned, tl.load(lengths.seq_lens + seqs, inside), inside)
+            tl.store(planned + 1, tl.load(lengths.cu_seqlens_q + seqs + 1, inside), inside)
+            if lengths.query_offsets is not None:
+                tl.store(planned + 2, tl.load(lengths.query_offsets + seqs, inside), inside)
 
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     ended = ends[None, :] <= place[:, None]

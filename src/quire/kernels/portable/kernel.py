@@ -63,7 +63,7 @@ class Form(NamedTuple):
     """Compile-time constants of the form of the kernel, and of its loops over tiles."""
 
     PARTITIONED: Any
-    FULL_TILE_LOOP: Any  # full tiles, of which every row sees every key, have a loop without masks
+    FULL_TILE_LOOP: Any  # full tiles, of which every row sees every key, have a loop of their own
     FULL_TILE_LOOP_MIN_TILES: Any  # of CostModel, where there are partitions
     FIXED_SPLIT: Any  # keys of a split, a multiple of BLOCK_N; 0 where the keys are not split
     SUMS: Any  # of each row, as `empty_state` has them
@@ -152,7 +152,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
 
     # Every row sees every key of a full tile, so full tiles need no masks. The other tiles are at the two edges. A
     # softmax may take tiles in any order, and then full tiles come first. A fold of splits may not, nor does a program
-    # that has partitions: they have the loop without masks if the first tiles are full.
+    # that has partitions: they have a full-tile loop if the first tiles are full.
     full_start, full_stop = start, start
     if F.FULL_TILE_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
