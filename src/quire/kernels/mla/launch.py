@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -32,6 +32,8 @@ class MLALaunch(PortableLaunch):
 
     A band is `row_blocks` row blocks of one sequence, whose programs run side by side and read the same latents.
     """
+
+    kernel: ClassVar[str] = "mla"
 
     @property
     def name(self) -> str:

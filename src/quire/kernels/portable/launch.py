@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -60,6 +60,7 @@ class PortableLaunch:
     fixed_split_size: int = 0
     max_decode_queries: int = 0
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
+    kernel: ClassVar[str] = "portable"  # in `compile_keys`
 
     @property
     def name(self) -> str:
@@ -198,7 +199,7 @@ class PortableLaunch:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
-        keys = {key_of(self.name, *absent, **constexprs_of(self))}
+        keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
         if self.num_partitions:
             keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
         if self.has_combine_launch:
