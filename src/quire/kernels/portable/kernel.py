@@ -284,19 +284,9 @@ def portable_kernel(
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     inputs = Inputs(
-        q_ptr,
-        stride_q_token,
-        stride_q_head,
-        slopes_ptr,
-        cache,
-        new,
-        norm_rope,
-        kv,
-        cu_seqlens_q,
-        stride_table,
-        kv_head,
-        scoring,
-    )
+        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, kv, cu_seqlens_q, stride_table,
+        kv_head, scoring,
+    )  # fmt: skip
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 

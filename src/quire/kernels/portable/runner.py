@@ -93,6 +93,13 @@ class PortableRunner(KernelRunner):
 
             self.combine = Kernel(combine_partials_kernel)
 
+    def set_grid(self, num_tokens: int) -> None:
+        """Keep the grids for a batch of `num_tokens` query tokens."""
+        super().set_grid(num_tokens)
+        if self.combine is not None:
+            num_tokens = min(num_tokens, self.decided.request.bounds.num_tokens)
+            self.combine_grid = self.decided.num_combine_programs(num_tokens), 1, 1
+
     def place(self, scheduler: "Scheduler") -> None:
         """Let both launches read the schedule where it is now."""
         super().place(scheduler)
@@ -125,10 +132,9 @@ class PortableRunner(KernelRunner):
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new, rotated, found
         self.kernel(self.grid, tensors, rotation, arguments)
         if self.combine is not None:
-            programs = self.decided.num_combine_programs(min(q.shape[0], self.decided.request.bounds.num_tokens))
             v_scale = None if cache.scale_kind == "token" else cache.v_scale
             tensors = out, out_scale, lse, sinks, v_scale
-            self.combine((programs, 1, 1), tensors, cache.kind, partial(self.combine_arguments, cache))
+            self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
