@@ -74,6 +74,7 @@ GROUPS = {
             "kernels/test_schedule.py",
             "kernels/test_combine_launch.py",
             "kernels/test_invariance.py",
+            "kernels/test_append.py",
         ),
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
