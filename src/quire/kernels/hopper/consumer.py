@@ -32,8 +32,8 @@ from quire.kernels.hopper.work_tile import (
 @gluon.jit
 def consume(WG: gl.constexpr, memory, planned, scoring, outputs, config):
     """Attend to work tiles until there are none left. Each consumer warpgroup runs this."""
-    own = rows_of_warpgroup(WG, memory, config)
     publish_poison(memory.published, WG, planned, config.Q_STAGES)  # while the first tiles are loaded
+    own = rows_of_warpgroup(WG, memory, config)
     work_i = 0
     tile_i = 0
     stage = memory.q.wait(work_i)
