@@ -25,9 +25,9 @@ from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
-from quire.kernels.scheduler import Scheduler
 from quire.kernels.portable.choice import choose
 from quire.kernels.portable.schedule import PART_FIELDS
+from quire.kernels.scheduler import Scheduler
 from quire.targets import TARGETS
 
 RESULTS = ROOT / "docs/results/h200.json"
