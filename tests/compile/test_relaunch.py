@@ -233,6 +233,21 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
     assert len(passed) == 6 and passed[2:4] == passed[4:] != passed[:2]
 
 
+@pytest.mark.parametrize("batch", ["decode, 64", "prompt"])
+def test_where_kernels_are_only_compiled_none_is_launched_that_another_plan_has_launched(batch, passed, monkeypatch):
+    """It would read a schedule that was not found: the kernel that finds it may be still to compile."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
+    some = launches.make_inputs(plan, wanted)
+    quire.attention(**some, plan=plan)
+    before = [*passed]
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *compiled: None):
+        quire.attention(**some, plan=with_other_tensors(plan))
+    assert passed == before != []
+
+
 def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypatch, caplog):
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
     monkeypatch.setattr(log, "SAID", {})
