@@ -320,7 +320,7 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assemble
 
 
 @triton.jit
-def finds_no_keys(lengths, token, q_start, q_len, seq_len, BLOCK_T: tl.constexpr):
+def finds_no_keys(lengths, token, q_start, q_len, seq_len, block_t, TOKENS: tl.constexpr):
     tl.static_assert(False, "intervals")
 
 
