@@ -19,7 +19,6 @@ from quire.dispatch import tree
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import cdiv
-from quire.dispatch.tree import forget_trees
 from quire.kernels import scheduler as scheduling
 from quire.kernels.portable.choice import min_partition_tiles
 from quire.kernels.portable.launch import NEVER, PortableLaunch
@@ -229,20 +228,6 @@ WAYS = {
     "batch-invariant": ({"batch_invariant": True}, False),
     "batch-invariant, a second launch folds": ({"batch_invariant": True}, True),
 }
-
-
-@pytest.fixture
-def combine_apart(monkeypatch):
-    """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-
-    def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(
-            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
-        )
-        forget_trees()
-
-    yield combine_apart
-    forget_trees()
 
 
 def set_unseen(tensor: torch.Tensor, values: Any) -> None:

@@ -93,9 +93,7 @@ class Target(NamedTuple):
 
     q_start: Any  # its first query token
     q_len: Any
-    poison: (
-        Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
-    )
+    poison: Any  # added to sums of exponentials, or to a scale: NaN if the schedule has other lengths, else 0
 
 
 # A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
