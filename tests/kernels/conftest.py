@@ -11,7 +11,9 @@ def combine_apart(monkeypatch):
     from quire.kernels.portable.launch import PortableLaunch  # other tests need no Triton
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(PortableLaunch, "has_combine_launch", apart)
+        monkeypatch.setattr(
+            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
+        )
         forget_trees()
 
     yield combine_apart
