@@ -8,10 +8,12 @@ from quire.dispatch.tree import forget_trees
 @pytest.fixture
 def combine_apart(monkeypatch):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-    from quire.kernels.split_kv.launch import SplitKVLaunch  # other tests need no Triton
+    from quire.kernels.portable.launch import PortableLaunch  # other tests need no Triton
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
+        monkeypatch.setattr(
+            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
+        )
         forget_trees()
 
     yield combine_apart

@@ -1,4 +1,4 @@
-"""The schedule of the split-KV kernel: what partitions have, how long they are, and when it is found again."""
+"""The schedule of the portable kernel: what partitions have, how long they are, and when it is found again."""
 
 import dataclasses
 import gc
@@ -20,10 +20,9 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import cdiv
 from quire.kernels import scheduler as scheduling
-from quire.kernels.scheduler import Lengths, Scheduler
-from quire.kernels.split_kv.choice import min_partition_tiles
-from quire.kernels.split_kv.launch import NEVER, SplitKVLaunch
-from quire.kernels.split_kv.schedule import (
+from quire.kernels.portable.choice import min_partition_tiles
+from quire.kernels.portable.launch import NEVER, PortableLaunch
+from quire.kernels.portable.schedule import (
     Costs,
     Units,
     load_part,
@@ -35,6 +34,7 @@ from quire.kernels.split_kv.schedule import (
     span,
     units_here,
 )
+from quire.kernels.scheduler import Lengths, Scheduler
 from quire.testing import error_budget, make_problem
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
@@ -144,7 +144,7 @@ def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs:
         num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
         request=SimpleNamespace(num_seqs=num_seqs), schedule_constexprs=lambda: constexprs,
     )  # fmt: skip
-    launch.search = lambda asked: SplitKVLaunch.search(launch, asked)
+    launch.search = lambda asked: PortableLaunch.search(launch, asked)
     return launch
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
-from quire.kernels.split_kv.schedule import Sequence, is_as_planned, load_sequence
+from quire.kernels.portable.schedule import Sequence, is_as_planned, load_sequence
 
 
 class Queries(NamedTuple):
