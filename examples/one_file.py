@@ -1,0 +1,654 @@
+"""Paged attention in one file: decode, prompts and chunks of prompts, from nothing, in plain Triton.
+
+A server keeps the keys and values of its sequences in pages. This file computes attention over such pages, in bfloat16
+or float16, causal, with grouped query heads (GQA). It has two kernels: `attend_kernel` does the work, and
+`combine_kernel` joins what programs found that shared the keys of one sequence. Read it from top to bottom.
+
+    python examples/one_file.py            # check against float64; on a GPU, a table of times
+    python examples/one_file.py --check    # the check alone
+
+Without a GPU, Triton's interpreter runs the kernels on CPU tensors, line by line: set a breakpoint and look.
+
+Words: a *program* is what Triton launches many of (CUDA's thread block). An *SM* is a core that runs programs; an H200
+has 132. A *row* is one query head of one token. A *tile* is BLOCK_N keys of one sequence.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton asks when a kernel is defined
+
+import triton
+import triton.language as tl
+
+MAX_SPLIT_ROWS = 1024  # sequences with more rows than these have work for many programs, and their keys are not split
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop over tiles of keys
+# ---------------------------------------------------------------------------------------------------------------------
+@triton.jit
+def load_pages(table_row, key, table_width, PAGE_SIZE: tl.constexpr):
+    """Return the page of each key, [BLOCK_N]. Beyond the sequence it is any page, and no key is loaded from it."""
+    return tl.load(table_row + tl.minimum(key // PAGE_SIZE, table_width - 1))
+
+
+@triton.jit
+def attend_tiles(
+    acc, largest, total, page, begin, end,  # the state, the pages of the first tile, and the keys to go through
+    q, positions, seq_len, exponent_scale, k_ptr, v_ptr, table_row, table_width, kv_head,
+    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend to keys `begin` to `end`, a tile at a time, and return the state and the pages of the tile after them.
+
+    The state of a row is (acc, largest, total): the weighted sum of values, the largest score, and the sum of weights.
+
+    **The online softmax.** softmax needs the largest of all scores before it can take the first exponential. But if
+    weights were taken relative to a smaller maximum m than the true one m', they are all wrong by the same factor,
+    2^(m - m'). So a tile is enough: take its scores, see whether the maximum grew, correct what was summed so far by
+    that factor, and add the tile. No row of scores is ever stored.
+
+    **exp2.** The hardware has 2^x, not e^x. e^(scale * s) is 2^(scale * log2(e) * s), so the host multiplies the
+    softmax scale by log2(e), once, and one fused multiply-add per score makes the exponent.
+
+    **Pages.** Key i of a sequence is in slot i % PAGE_SIZE of page table[i // PAGE_SIZE]. To load a key takes two trips
+    to memory, one after the other: its page, then the key. So the pages of the next tile are loaded while this one is
+    computed. Triton's software pipeline (`num_stages`) then sees loads of K and V whose addresses are known early, and
+    keeps several tiles in flight; with the page loaded right before the key, every tile would wait for both trips.
+    """
+    dims = tl.arange(0, HEAD_DIM)  # [HEAD_DIM]
+    for first in tl.range(begin, end, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        next_page = load_pages(table_row, key + BLOCK_N, table_width, PAGE_SIZE)
+        # A page is [PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM]. A large cache has more elements than an int32 can count.
+        slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+        offsets = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, HEAD_DIM]
+        if MASKED:  # what lies after the sequence may be NaN, and 0 * NaN is NaN, so it must not be read
+            exists = (key < seq_len)[:, None]
+            k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
+            v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
+        else:
+            k = tl.load(k_ptr + offsets)
+            v = tl.load(v_ptr + offsets)
+
+        scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N], float32
+        if MASKED:  # causal: a token sees the keys up to its own position
+            scores = tl.where(key[None, :] <= positions[:, None], scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * exponent_scale)
+        weights = tl.exp2(scores * exponent_scale - new_largest[:, None])
+        correction = tl.exp2(largest - new_largest)
+        total = total * correction + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None])
+        largest, page = new_largest, next_page
+    return acc, largest, total, page
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rows and which keys a program has
+# ---------------------------------------------------------------------------------------------------------------------
+@triton.jit
+def is_split(seq_len, q_len, split_keys, GROUP: tl.constexpr, MAX_SPLIT_ROWS: tl.constexpr):
+    """Whether the keys of a sequence are split over programs. Both kernels ask, so that they agree."""
+    return tl.where(q_len * GROUP <= MAX_SPLIT_ROWS, seq_len, 0) > split_keys
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    k_ptr,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM], and so is v_ptr
+    v_ptr,
+    out_ptr,  # as q_ptr
+    partial_out_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] float32, or None: no keys are split
+    partial_lse_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP] float32, or None
+    page_table_ptr,  # [num_seqs, table_width] int32
+    seq_lens_ptr,  # [num_seqs] int32: keys of each sequence, those of its queries included
+    cu_seqlens_q_ptr,  # [num_seqs + 1] int32: where each sequence's queries begin; None: each has one query
+    exponent_scale,
+    num_seqs,
+    num_tokens,
+    table_width,
+    split_keys,  # keys of a split, a multiple of BLOCK_N
+    SEQS: tl.constexpr,  # num_seqs, rounded up to a power of two
+    GROUP: tl.constexpr,  # query heads that share a KV head
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FULL_TILES: tl.constexpr,
+    MAX_SPLIT_ROWS: tl.constexpr,
+):
+    """One program: BLOCK_M rows of one sequence and KV head, and one split of their keys.
+
+    Grid: [NUM_KV_HEADS, row blocks, splits]. Programs of one page's heads are neighbours, as the heads are in memory.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(2)
+
+    # **GQA rows are the M of the product.** A GPU multiplies matrices some fifteen times as fast as it sums single
+    # rows, but one decoding token is one row. The GROUP query heads that share a KV head read the same keys, and so do
+    # neighbouring tokens of a prompt. So (token, head of the group) is a row, and BLOCK_M rows share each key that is
+    # loaded. For decode, most of 16 rows may be empty; that costs nothing, since decode waits for memory.
+    if cu_seqlens_q_ptr is None:
+        seq = tl.program_id(1)
+        q_start, q_len, first_row = seq, 1, 0
+    else:
+        # A sequence has q_len * GROUP rows. Give each a spare row block, and the first block of sequence s is number
+        # cu_seqlens_q[s] * GROUP // BLOCK_M + s, with no sum over sequences. The last blocks of a causal prompt see the
+        # most keys, so they start first: what is left at the end is short.
+        block = tl.num_programs(1) - 1 - tl.program_id(1)
+        s = tl.arange(0, SEQS)
+        first_block = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0) * GROUP // BLOCK_M + s
+        seq = tl.sum(((first_block <= block) & (s < num_seqs)).to(tl.int32), 0) - 1
+        q_start = tl.load(cu_seqlens_q_ptr + seq)
+        q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+        first_row = (block - (q_start * GROUP // BLOCK_M + seq)) * BLOCK_M
+        if first_row >= q_len * GROUP:
+            return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    row = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    token, head = row // GROUP, kv_head * GROUP + row % GROUP
+    exists = token < q_len
+    first_position = seq_len - q_len  # of the sequence's first query: a chunk of a prompt has keys before it
+    positions = first_position + token
+
+    # **Why split.** Eight KV heads of one decoding sequence are eight programs, and 124 of 132 SMs would be idle. A
+    # softmax over some of the keys can be corrected later, as one over the first tiles can. So each program takes
+    # split_keys of the keys and stores its state, and `combine_kernel` joins them. This is flash-decoding.
+    begin = split * split_keys
+    end = tl.minimum(first_position + tl.cdiv(first_row + BLOCK_M, GROUP), seq_len)
+    if partial_out_ptr is not None:
+        stores_partial = is_split(seq_len, q_len, split_keys, GROUP, MAX_SPLIT_ROWS)
+        if stores_partial:
+            end = tl.minimum(begin + split_keys, end)
+        if (split > 0) & (~stores_partial | (begin >= end)):
+            return
+
+    table_row = page_table_ptr + seq.to(tl.int64) * table_width
+    page = load_pages(table_row, begin + tl.arange(0, BLOCK_N), table_width, PAGE_SIZE)
+    dims = tl.arange(0, HEAD_DIM)
+    rows = (q_start + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head  # [BLOCK_M]
+    q = tl.load(q_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=exists[:, None], other=0.0)
+
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    largest = tl.full([BLOCK_M], -1e38, tl.float32)  # not -inf: a row that sees no key yet would have inf - inf
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # **Full tiles without masks.** Every row sees every key up to the block's first position. These tiles need no
+    # comparison of keys with positions, and their loads no masks. Of a long prompt that is nearly all tiles. For
+    # decode, which waits for memory, masks are free, and one loop drains the pipeline once.
+    if FULL_TILES:
+        full_end = (first_position + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+        full_end = tl.maximum(tl.minimum(full_end, end), begin)
+        acc, largest, total, page = attend_tiles(
+            acc, largest, total, page, begin, full_end,
+            q, positions, seq_len, exponent_scale, k_ptr, v_ptr, table_row, table_width, kv_head,
+            False, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N,
+        )  # fmt: skip
+        begin = full_end
+    acc, largest, total, page = attend_tiles(
+        acc, largest, total, page, begin, end,
+        q, positions, seq_len, exponent_scale, k_ptr, v_ptr, table_row, table_width, kv_head,
+        True, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N,
+    )  # fmt: skip
+
+    total = tl.where(total > 0, total, 1.0)  # rows without keys: 0, not NaN
+    acc = acc / total[:, None]
+    offsets = rows[:, None] * HEAD_DIM + dims[None, :]
+    if partial_out_ptr is not None:
+        # **Why the log-sum-exp.** A finished part is (out, lse): out = acc / total, and lse = log2 of the sum of
+        # 2^score over its keys. That is all another part has to know: it weighs 2^lse. One number takes the place of
+        # two, and unlike a sum of exponentials it cannot overflow.
+        at = split.to(tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP)
+        in_part = token < tl.where(stores_partial, q_len, 0)
+        tl.store(partial_out_ptr + at * HEAD_DIM + offsets, acc, mask=in_part[:, None])
+        tl.store(partial_lse_ptr + at + rows, largest + tl.log2(total), mask=in_part)
+        exists = token < tl.where(stores_partial, 0, q_len)
+    tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Joining the splits
+# ---------------------------------------------------------------------------------------------------------------------
+@triton.jit
+def combine_kernel(
+    partial_out_ptr, partial_lse_ptr, out_ptr, seq_lens_ptr, cu_seqlens_q_ptr,  # as in `attend_kernel`
+    num_seqs, num_tokens, split_keys,
+    SEQS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MAX_SPLIT_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program: one token and query head, whose splits it takes SPLITS at a time. Grid: [num_tokens, query heads].
+
+    It is the online softmax again: the score of a split is its lse, and its value is its output. The order is that of
+    the keys, whichever program was ready first, so the result is the same bit for bit each time.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    if cu_seqlens_q_ptr is None:
+        seq, q_start, q_len = token, token, 1
+    else:
+        s = tl.arange(0, SEQS)
+        starts = tl.load(cu_seqlens_q_ptr + s, mask=s < num_seqs, other=0)
+        seq = tl.sum(((starts <= token) & (s < num_seqs)).to(tl.int32), 0) - 1
+        q_start = tl.load(cu_seqlens_q_ptr + seq)
+        q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    seq_len = tl.load(seq_lens_ptr + seq)
+    if not is_split(seq_len, q_len, split_keys, GROUP, MAX_SPLIT_ROWS):
+        return
+    num_splits = tl.cdiv(seq_len - q_len + token - q_start + 1, split_keys)  # those in which this token sees a key
+    row = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+    dims = tl.arange(0, HEAD_DIM)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    largest, total = -1e38, 0.0
+    for first in tl.range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)  # [SPLITS]
+        at = split.to(tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP) + row
+        lse = tl.load(partial_lse_ptr + at, mask=split < num_splits, other=float("-inf"))
+        parts = tl.load(
+            partial_out_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=(split < num_splits)[:, None], other=0.0
+        )  # [SPLITS, HEAD_DIM]
+        new_largest = tl.maximum(largest, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_largest)
+        correction = tl.exp2(largest - new_largest)
+        total = total * correction + tl.sum(weights, 0)
+        acc = acc * correction + tl.sum(weights[:, None] * parts, 0)
+        largest = new_largest
+    tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The host
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Batch:
+    """Sequences, as a server knows them. The host knows bounds of the lengths; the lengths are on the device.
+
+    Attributes:
+        page_table: [num_seqs, table_width] int32.
+        seq_lens: [num_seqs] int32, queries included.
+        cu_seqlens_q: [num_seqs + 1] int32, or None: each sequence has one query.
+        max_query_len: at least the most queries of any sequence.
+        max_seq_len: at least the most keys of any sequence.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides tiles and splits."""
+
+    num_sms: int
+    shared_memory: int  # bytes that a program may use
+    has_wgmma: bool
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """Return the properties of a tensor's GPU, or, for the interpreter, of one with four SMs."""
+    if tensor.device.type != "cuda":
+        return Device(4, 64 << 10, False)
+    properties = torch.cuda.get_device_properties(tensor.device)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    is_hopper = torch.version.hip is None and properties.major == 9
+    return Device(properties.multi_processor_count, shared_memory, is_hopper)
+
+
+def tile_of(device: Device, num_rows: int, head_dim: int) -> dict[str, int]:
+    """Choose the tile for sequences of up to `num_rows` rows, and warps and stages.
+
+    Decode waits for memory. What counts is how many bytes are on their way: 4.8 TB/s times some 0.8 us of latency is
+    4 MB, 29 KB for each of 132 SMs. A tile of 64 keys and values is 32 KB, and two or three are in flight.
+
+    A prompt waits for tensor cores. Hopper's instruction multiplies 64 rows per four warps, so 128 rows take eight.
+    """
+    block_n = 64 if num_rows <= 16 else 128
+    if num_rows <= 16:
+        tile = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+    elif device.has_wgmma:
+        tile = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    else:
+        tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+    while 2 * tile["BLOCK_N"] * head_dim * 2 * (tile["num_stages"] - 1) > device.shared_memory // 2 and block_n > 16:
+        tile["BLOCK_N"] //= 2
+    return tile
+
+
+def attention(
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: Batch, tile: dict[str, int] | None = None
+) -> torch.Tensor:
+    """Compute causal attention over pages.
+
+    Nothing is read back from the device, so the call can be captured in a CUDA graph.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], the queries of all sequences one after the other.
+        k_pages: [num_pages, page_size, num_kv_heads, head_dim].
+        v_pages: likewise.
+        batch: the sequences.
+        tile: what `tile_of` would choose.
+
+    Returns:
+        As q.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_pages.shape
+    num_seqs, table_width = batch.page_table.shape
+    group = num_q_heads // num_kv_heads
+    for tensor in (q, k_pages, v_pages, batch.page_table):
+        if not tensor.is_contiguous():
+            raise ValueError("q, pages and page table must be contiguous, since the kernels compute their addresses")
+    if head_dim != triton.next_power_of_2(head_dim) or num_q_heads % num_kv_heads:
+        raise ValueError("head_dim must be a power of two, and num_q_heads a multiple of num_kv_heads")
+    device = device_of(q)
+    tile = tile or tile_of(device, batch.max_query_len * group, head_dim)
+    is_decode = batch.cu_seqlens_q is None
+    row_blocks = num_seqs if is_decode else num_tokens * group // tile["BLOCK_M"] + num_seqs
+
+    split_keys = choose_split(device, num_seqs, num_tokens, num_kv_heads, group, batch, tile)
+    num_splits = triton.cdiv(batch.max_seq_len, split_keys)
+    out, partial_out, partial_lse = torch.empty_like(q), None, None
+    if num_splits > 1:
+        partial_out = q.new_empty(num_splits, num_tokens, num_q_heads, head_dim, dtype=torch.float32)
+        partial_lse = q.new_empty(num_splits, num_tokens, num_q_heads, dtype=torch.float32)
+    shape = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group, "NUM_KV_HEADS": num_kv_heads}
+    shape |= {"HEAD_DIM": head_dim, "MAX_SPLIT_ROWS": MAX_SPLIT_ROWS}
+    attend_kernel[num_kv_heads, row_blocks, num_splits](
+        q, k_pages, v_pages, out, partial_out, partial_lse, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
+        head_dim**-0.5 * math.log2(math.e), num_seqs, num_tokens, table_width, split_keys,
+        PAGE_SIZE=page_size, FULL_TILES=batch.max_query_len > 1, **shape, **tile,
+    )  # fmt: skip
+    if num_splits > 1:
+        combine_kernel[num_tokens, num_q_heads](
+            partial_out, partial_lse, out, batch.seq_lens, batch.cu_seqlens_q, num_seqs, num_tokens, split_keys,
+            SPLITS=16, num_warps=2, **shape,
+        )  # fmt: skip
+    return out
+
+
+def choose_split(
+    device: Device, num_seqs: int, num_tokens: int, num_kv_heads: int, group: int, batch: Batch, tile: dict[str, int]
+) -> int:
+    """Return the keys of a split, a multiple of BLOCK_N; at least `max_seq_len` where no keys are split.
+
+    Too few programs leave SMs idle, and one long program is waited for at the end. Too many have too little to do for
+    what it takes to start, to store a part and to join it. So there are some programs for each SM, of 256 keys or more.
+    """
+    rows = batch.max_query_len * group
+    if rows > MAX_SPLIT_ROWS and num_tokens == num_seqs * batch.max_query_len:  # each sequence has too many rows
+        return triton.cdiv(batch.max_seq_len, tile["BLOCK_N"]) * tile["BLOCK_N"]
+    programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS), tile["BLOCK_M"])
+    per_sm = 4 if tile["BLOCK_M"] == 16 else 1
+    splits = max(1, per_sm * device.num_sms // programs)
+    return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check
+# ---------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of `attention`, and the lengths on the host: (queries, keys) of each sequence."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    batches: list[Batch]  # of the same lengths, on other pages each
+    lens: list[tuple[int, int]]
+
+
+def make_problem(
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: str,
+    page_size: int = 16,
+    copies: int = 1,
+) -> Problem:
+    """Fill pages with random numbers, and hand them to the sequences in random order."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    query_lens, seq_lens = zip(*lens, strict=True)
+    pages = [triton.cdiv(n, page_size) for n in seq_lens]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+    order = torch.randperm(copies * sum(pages), device=device, generator=generator).to(torch.int32)
+    starts = None
+    if max(query_lens) > 1:
+        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+    batches = []
+    for numbers in order.split(sum(pages)):
+        table = torch.zeros(len(lens), max(pages), dtype=torch.int32, device=device)
+        for row, owned in zip(table, numbers.split(pages), strict=True):
+            row[: len(owned)] = owned
+        on_device = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        batches.append(Batch(table, on_device, starts, max(query_lens), max(seq_lens)))
+    k_pages, v_pages = (random(len(order), page_size, num_kv_heads, head_dim) for _ in range(2))
+    return Problem(random(sum(query_lens), num_q_heads, head_dim), k_pages, v_pages, batches, lens)
+
+
+def contiguous_copy(problem: Problem, pages: torch.Tensor, seq: int) -> torch.Tensor:
+    """Return the keys or values of a sequence, [keys, num_kv_heads, head_dim]."""
+    return pages[problem.batches[0].page_table[seq].long()].flatten(0, 1)[: problem.lens[seq][1]]
+
+
+def reference(problem: Problem) -> torch.Tensor:
+    """Compute the formula in float64: softmax(q k^T / sqrt(head_dim)) v, one sequence at a time."""
+    parts = []
+    for seq, (q, (q_len, seq_len)) in enumerate(
+        zip(problem.q.double().split([n for n, _ in problem.lens]), problem.lens, strict=True)
+    ):
+        k, v = (contiguous_copy(problem, pages, seq).double() for pages in (problem.k_pages, problem.v_pages))
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [keys, num_q_heads, head_dim]
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
+        position = torch.arange(seq_len - q_len, seq_len, device=q.device)
+        hidden = torch.arange(seq_len, device=q.device)[None, :] > position[:, None]
+        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
+    return torch.cat(parts)
+
+
+def check(dtype: torch.dtype, device: str) -> None:
+    """Compare with the reference, and print the largest errors.
+
+    Weights and results are rounded to the dtype, by half a unit in its last place each. So an error is at most one unit
+    of the largest value, and what float32 adds is far smaller.
+    """
+    small = device == "cpu"  # where the interpreter runs each program in Python
+    heads = (4, 2, 16) if small else (32, 8, 128)
+    long = 700 if small else 9000
+    for name, lens in {
+        "decode, one sequence whose keys are split": [(1, long)],
+        "decode, ragged lengths": [(1, n) for n in (1, 15, 16, 257, long // 2)],
+        "a prompt": [(long // 6, long // 6)],
+        "chunks on contexts, with decoding sequences": [(1, 300), (9, 400), (40, 40), (1, 1), (33, long)],
+    }.items():
+        problem = make_problem(lens, heads, dtype, device)
+        for pages in (problem.k_pages, problem.v_pages):  # what lies after a sequence must not be read
+            for (_, seq_len), row in zip(lens, problem.batches[0].page_table, strict=True):
+                if seq_len % 16:
+                    pages[row[seq_len // 16].long(), seq_len % 16 :] = math.nan
+        result = attention(problem.q, problem.k_pages, problem.v_pages, problem.batches[0])
+        error = (result.double() - reference(problem)).abs().max().item()
+        bound = torch.finfo(dtype).eps * problem.v_pages.nan_to_num().abs().max().item()
+        assert error <= bound, f"{name}: the error is {error:.1e}, more than {bound:.1e}"
+        print(f"{name:44} error {error:.1e}, at most {bound:.1e}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The times
+# ---------------------------------------------------------------------------------------------------------------------
+def ragged(count: int, low: int, high: int, seed: int) -> list[int]:
+    return torch.randint(low, high + 1, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+LLAMA_8B, LLAMA_1B = (32, 8, 128), (32, 8, 64)
+ROWS = {  # of the table in README.md: (queries, keys) of each sequence, and the heads
+    "decode, 1 sequence of 128 keys": ([(1, 128)], LLAMA_8B),
+    "decode, 8 x 1,024": ([(1, 1024)] * 8, LLAMA_8B),
+    "decode, 64 sequences of 16 to 4,096": ([(1, n) for n in ragged(64, 16, 4096, 1)], LLAMA_8B),
+    "decode, 128 x 4,096": ([(1, 4096)] * 128, LLAMA_8B),
+    "decode, 256 x 1,024": ([(1, 1024)] * 256, LLAMA_8B),
+    "decode, 1 x 131,072": ([(1, 131072)], LLAMA_8B),
+    "prefill, 2,048 tokens": ([(2048, 2048)], LLAMA_8B),
+    "prefill, 8,192": ([(8192, 8192)], LLAMA_8B),
+    "prefill, 4,096, head_dim 64": ([(4096, 4096)], LLAMA_1B),
+    "chunk of 64 tokens on 16,384 keys": ([(64, 16384)], LLAMA_8B),
+    "32 decoding sequences and 2 prompts": (
+        [(1, n) for n in ragged(32, 512, 4096, 15)] + [(n, n) for n in ragged(2, 64, 1024, 15)],
+        LLAMA_8B,
+    ),
+}
+Call = Callable[[Batch], object]
+
+
+def floor_us(problem: Problem, memory: float = 4.6e12, products: float = 800e12) -> float:
+    """Return the least time on an H200: what must be read at 4.6 TB/s, or products at 800 TFLOP/s, the longer."""
+    num_q_heads, head_dim = problem.q.shape[1:]
+    keys = sum(n for _, n in problem.lens)
+    pairs = sum(q * n - q * (q - 1) // 2 for q, n in problem.lens)  # of a query and a key that it sees
+    read = 2 * problem.k_pages[0, 0].nbytes * keys + 2 * problem.q.nbytes
+    return 1e6 * max(read / memory, 4 * pairs * num_q_heads * head_dim / products)
+
+
+def this_file(problem: Problem) -> Call:
+    return lambda batch: attention(problem.q, problem.k_pages, problem.v_pages, batch)
+
+
+def sdpa(problem: Problem) -> Call | None:
+    """PyTorch's attention, on contiguous copies of the pages; it takes sequences of one length."""
+    if len(set(problem.lens)) > 1:
+        return None
+    from torch.nn.attention.bias import causal_lower_right
+
+    q_len, seq_len = problem.lens[0]
+    num_seqs = len(problem.lens)
+    copies = []
+    for batch in problem.batches:
+        pair = (pages[batch.page_table.long()].flatten(1, 2)[:, :seq_len] for pages in (problem.k_pages, problem.v_pages))
+        copies.append([t.transpose(1, 2).contiguous() for t in pair])
+    q = problem.q.unflatten(0, (num_seqs, q_len)).transpose(1, 2)
+    mask = causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None
+
+    def call(batch: Batch) -> object:
+        k, v = copies[[b is batch for b in problem.batches].index(True)]
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=q_len == seq_len, enable_gqa=True
+        )
+
+    return call
+
+
+def flash_attention_3(problem: Problem) -> Call | None:
+    """FlashAttention 3 as vLLM ships it, where vLLM is installed. What it does once per step is not timed."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+    except ImportError:
+        return None
+    (_, num_q_heads, head_dim), (_, page_size, num_kv_heads, _) = problem.q.shape, problem.k_pages.shape
+    first = problem.batches[0]
+    starts = first.cu_seqlens_q
+    if starts is None:
+        starts = torch.arange(len(problem.lens) + 1, dtype=torch.int32, device=problem.q.device)
+    out = torch.empty_like(problem.q)
+    metadata = get_scheduler_metadata(
+        batch_size=len(problem.lens), max_seqlen_q=first.max_query_len, max_seqlen_k=first.max_seq_len,
+        num_heads_q=num_q_heads, num_heads_kv=num_kv_heads, headdim=head_dim, cache_seqlens=first.seq_lens,
+        qkv_dtype=problem.q.dtype, cu_seqlens_q=starts, page_size=page_size, causal=True, window_size=(-1, -1),
+        num_splits=0,
+    )  # fmt: skip
+    return lambda batch: flash_attn_varlen_func(
+        problem.q, problem.k_pages, problem.v_pages, max_seqlen_q=batch.max_query_len, cu_seqlens_q=starts,
+        max_seqlen_k=batch.max_seq_len, seqused_k=batch.seq_lens, softmax_scale=head_dim**-0.5, causal=True,
+        window_size=[-1, -1], block_table=batch.page_table, out=out, scheduler_metadata=metadata, num_splits=0,
+        fa_version=3,
+    )  # fmt: skip
+
+
+def with_quire(problem: Problem) -> Call | None:
+    """Quire, where it is installed."""
+    try:
+        import quire
+    except ImportError:
+        return None
+    (_, num_q_heads, head_dim), num_kv_heads = problem.q.shape, problem.k_pages.shape[2]
+    spec = quire.AttentionSpec(num_q_heads, num_kv_heads, head_dim, dtype=problem.q.dtype)
+    cache = quire.PagedKVCache(problem.k_pages, problem.v_pages, "NHD")
+    plans = {}
+    for batch in problem.batches:
+        plans[id(batch)] = quire.plan(
+            spec, quire.Batch(batch.page_table, batch.seq_lens, batch.cu_seqlens_q),
+            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, num_tokens=len(problem.q),
+        )  # fmt: skip
+    return lambda batch: quire.attention(problem.q, cache, plans[id(batch)])
+
+
+def time_us(call: Call, batches: list[Batch], replays: int = 15) -> float:
+    """Return the median time of a call in us: of a CUDA graph of calls, each on other pages, so that L2 has none."""
+    repeats = max(1, 32 // len(batches))
+    for _ in range(2):
+        call(batches[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for batch in batches * repeats:
+            call(batch)
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(1e3 * start.elapsed_time(stop) / (repeats * len(batches)))
+    return sorted(times)[replays // 2]
+
+
+def table(dtype: torch.dtype, only: str) -> None:
+    """Print the times of every row, and of what else is installed."""
+    others = {"SDPA, copies": sdpa, "FlashAttention 3": flash_attention_3, "Quire": with_quire}
+    print(f"\n{torch.cuda.get_device_name()}, us{'':26} {'floor':>9} {'this file':>9}", *(f"{n:>16}" for n in others))
+    for name, (lens, heads) in ROWS.items():
+        if only not in name:
+            continue
+        bytes_of_one = 4 * heads[1] * heads[2] * sum(n for _, n in lens)
+        copies = min(128, max(2, 300_000_000 // bytes_of_one))
+        problem = make_problem(lens, heads, dtype, "cuda", copies=copies)
+        times = []
+        for make in (this_file, *others.values()):
+            call = make(problem)
+            times.append("-" if call is None else f"{time_us(call, problem.batches):.1f}")
+        ours, *theirs = times
+        print(f"{name:36} {floor_us(problem):9.1f} {ours:>9}", *(f"{t:>16}" for t in theirs), flush=True)
+
+
+def main() -> None:
+    """Parse the arguments, check, and print times where there is a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="float16 without a GPU, else bfloat16")
+    parser.add_argument("--check", action="store_true", help="check, and measure nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure rows whose name has this text")
+    args = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    if args.dtype == "bfloat16" and not has_gpu:
+        parser.error("--dtype must be float16 without a GPU: Triton's interpreter computes bfloat16 wrongly")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if has_gpu else "float16"))
+    check(dtype, "cuda" if has_gpu else "cpu")
+    if has_gpu and not args.check:
+        table(dtype, args.only)
+
+
+if __name__ == "__main__":
+    main()
