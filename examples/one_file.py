@@ -28,12 +28,11 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl
 
-MAX_SPLIT_ROWS = 1024  # sequences with more rows than these have work for many programs, and their keys are not split
+MAX_SPLIT_ROWS = 1024  # sequences of more rows have work for many programs, so their keys are not split
+PROGRAMS_PER_SM = 4, 1  # wanted: of decode, and of prompts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop over tiles of keys
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The loop over tiles of keys ----
 @triton.jit
 def load_pages(table_row, key, table_width, PAGE_SIZE: tl.constexpr):
     """Return the page of each key, [BLOCK_N]. Beyond the sequence it is any page, and no key is loaded from it."""
@@ -91,9 +90,7 @@ def attend_tiles(
     return acc, largest, total, page
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rows and which keys a program has
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Which rows and which keys a program has ----
 @triton.jit
 def is_split(seq_len, q_len, split_keys, GROUP: tl.constexpr, MAX_SPLIT_ROWS: tl.constexpr):
     """Whether the keys of a sequence are split over programs. Both kernels ask, so that they agree."""
@@ -214,9 +211,7 @@ def attend_kernel(
     tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Joining the splits
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Joining the splits ----
 @triton.jit
 def combine_kernel(
     partial_out_ptr, partial_lse_ptr, out_ptr, seq_lens_ptr, cu_seqlens_q_ptr,  # as in `attend_kernel`
@@ -262,392 +257,310 @@ def combine_kernel(
     tl.store(out_ptr + row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The host
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The host ----
 @dataclass(frozen=True)
 class Batch:
-    """Sequences, as a server knows them. The host knows bounds of the lengths; the lengths are on the device.
+    """Sequences, as a server knows them: the lengths are on the device, and bounds of them on the host."""
 
-    Attributes:
-        page_table: [num_seqs, table_width] int32.
-        seq_lens: [num_seqs] int32, queries included.
-        cu_seqlens_q: [num_seqs + 1] int32, or None: each sequence has one query.
-        max_query_len: at least the most queries of any sequence.
-        max_seq_len: at least the most keys of any sequence.
-    """
-
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None
+    page_table: torch.Tensor  # [num_seqs, table_width] int32
+    seq_lens: torch.Tensor  # [num_seqs] int32, queries included
+    cu_seqlens_q: torch.Tensor | None  # [num_seqs + 1] int32, or None: each sequence has one query
     max_query_len: int
     max_seq_len: int
 
 
-@dataclass(frozen=True)
-class Device:
-    """What decides tiles and splits."""
-
-    num_sms: int
-    shared_memory: int  # bytes that a program may use
-    has_wgmma: bool
-
-
-def device_of(tensor: torch.Tensor) -> Device:
-    """Return the properties of a tensor's GPU, or, for the interpreter, of one with four SMs."""
-    if tensor.device.type != "cuda":
-        return Device(4, 64 << 10, False)
+def device_of(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """Return the SMs of a GPU, the bytes of shared memory of a program, and whether it is a Hopper GPU."""
+    if tensor.device.type != "cuda":  # in the interpreter
+        return 4, 64 << 10, False
     properties = torch.cuda.get_device_properties(tensor.device)
-    shared_memory = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
     is_hopper = torch.version.hip is None and properties.major == 9
-    return Device(properties.multi_processor_count, shared_memory, is_hopper)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 64 << 10), is_hopper
 
 
-def tile_of(device: Device, num_rows: int, head_dim: int) -> dict[str, int]:
-    """Choose the tile for sequences of up to `num_rows` rows, and warps and stages.
+def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str, int]:
+    """Choose tiles, warps and stages for sequences of up to `num_rows` rows.
 
-    Decode waits for memory. What counts is how many bytes are on their way: 4.8 TB/s times some 0.8 us of latency is
-    4 MB, 29 KB for each of 132 SMs. A tile of 64 keys and values is 32 KB, and two or three are in flight.
-
-    A prompt waits for tensor cores. Hopper's instruction multiplies 64 rows per four warps, so 128 rows take eight.
+    Decode waits for memory, so what counts is how many bytes are on their way: 4.8 TB/s times 0.8 us of latency is
+    4 MB, 29 KB for each SM of an H200. A tile of 64 keys and values is 32 KB, and two are in flight in each program.
+    Prompts wait for tensor cores. Hopper's instruction multiplies 64 rows in four warps, so 128 rows take eight warps.
     """
-    block_n = 64 if num_rows <= 16 else 128
+    _, shared_memory, is_hopper = device_of(tensor)
+    block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
     if num_rows <= 16:
-        tile = {"BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    elif device.has_wgmma:
-        tile = {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
-    else:
-        tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-    while 2 * tile["BLOCK_N"] * head_dim * 2 * (tile["num_stages"] - 1) > device.shared_memory // 2 and block_n > 16:
-        tile["BLOCK_N"] //= 2
-    return tile
+        block_m, block_n, num_stages = 16, 64, 3
+    elif is_hopper:
+        block_m, block_n, num_warps = 128, 128, 8
+    while num_stages * 4 * block_n * head_dim > shared_memory and block_n > 16:  # 4 bytes: a number of K and one of V
+        block_n //= 2
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def choose_split(q: torch.Tensor, num_kv_heads: int, batch: Batch, tile: dict[str, int]) -> int:
+    """Return the keys of a split, a multiple of BLOCK_N; at least `max_seq_len` where no keys are split.
+
+    With too few programs, SMs are idle, and the longest program is waited for at the end. With too many, each has
+    little to do for what it takes to start and to store a part. So there are some for each SM, of 256 keys or more.
+    """
+    num_seqs, rows = len(batch.seq_lens), batch.max_query_len * q.shape[1] // num_kv_heads
+    splits = 1
+    if rows <= MAX_SPLIT_ROWS or len(q) < num_seqs * batch.max_query_len:  # some sequences have few rows
+        programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS), tile["BLOCK_M"])
+        splits = max(1, PROGRAMS_PER_SM[tile["BLOCK_M"] > 16] * device_of(q)[0] // programs)
+    return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
 
 
 def attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: Batch, tile: dict[str, int] | None = None
+    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]: the queries of all sequences, one after the other
+    k_pages: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim], and so is v_pages
+    v_pages: torch.Tensor,
+    batch: Batch,
+    tile: dict[str, int] | None = None,  # in place of what `choose_tile` returns, and so is split_keys
+    split_keys: int | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention over pages.
-
-    Nothing is read back from the device, so the call can be captured in a CUDA graph.
-
-    Args:
-        q: [num_tokens, num_q_heads, head_dim], the queries of all sequences one after the other.
-        k_pages: [num_pages, page_size, num_kv_heads, head_dim].
-        v_pages: likewise.
-        batch: the sequences.
-        tile: what `tile_of` would choose.
-
-    Returns:
-        As q.
-    """
-    num_tokens, num_q_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_pages.shape
-    num_seqs, table_width = batch.page_table.shape
-    group = num_q_heads // num_kv_heads
-    for tensor in (q, k_pages, v_pages, batch.page_table):
-        if not tensor.is_contiguous():
-            raise ValueError("q, pages and page table must be contiguous, since the kernels compute their addresses")
+    """Return causal attention, as q. Nothing is read back from the device, so a CUDA graph can capture the call."""
+    (num_tokens, num_q_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_pages.shape
     if head_dim != triton.next_power_of_2(head_dim) or num_q_heads % num_kv_heads:
         raise ValueError("head_dim must be a power of two, and num_q_heads a multiple of num_kv_heads")
-    device = device_of(q)
-    tile = tile or tile_of(device, batch.max_query_len * group, head_dim)
-    is_decode = batch.cu_seqlens_q is None
+    if not all(t.is_contiguous() for t in (q, k_pages, v_pages, batch.page_table)):
+        raise ValueError("q, pages and page table must be contiguous, since the kernels compute their addresses")
+    (num_seqs, table_width), is_decode = batch.page_table.shape, batch.cu_seqlens_q is None
+    group = num_q_heads // num_kv_heads
+    tile = tile or choose_tile(q, batch.max_query_len * group, head_dim)
+    split_keys = split_keys or choose_split(q, num_kv_heads, batch, tile)
+    num_splits = triton.cdiv(batch.max_seq_len, split_keys)
     row_blocks = num_seqs if is_decode else num_tokens * group // tile["BLOCK_M"] + num_seqs
 
-    split_keys = choose_split(device, num_seqs, num_tokens, num_kv_heads, group, batch, tile)
-    num_splits = triton.cdiv(batch.max_seq_len, split_keys)
     out, partial_out, partial_lse = torch.empty_like(q), None, None
     if num_splits > 1:
-        partial_out = q.new_empty(num_splits, num_tokens, num_q_heads, head_dim, dtype=torch.float32)
-        partial_lse = q.new_empty(num_splits, num_tokens, num_q_heads, dtype=torch.float32)
-    shape = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group, "NUM_KV_HEADS": num_kv_heads}
-    shape |= {"HEAD_DIM": head_dim, "MAX_SPLIT_ROWS": MAX_SPLIT_ROWS}
+        partial_out = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(num_splits, *q.shape[:2], dtype=torch.float32, device=q.device)
+    constants = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group}
+    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "MAX_SPLIT_ROWS": MAX_SPLIT_ROWS}
     attend_kernel[num_kv_heads, row_blocks, num_splits](
         q, k_pages, v_pages, out, partial_out, partial_lse, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         head_dim**-0.5 * math.log2(math.e), num_seqs, num_tokens, table_width, split_keys,
-        PAGE_SIZE=page_size, FULL_TILES=batch.max_query_len > 1, **shape, **tile,
+        PAGE_SIZE=page_size, FULL_TILES=batch.max_query_len > 1, **constants, **tile,
     )  # fmt: skip
     if num_splits > 1:
         combine_kernel[num_tokens, num_q_heads](
             partial_out, partial_lse, out, batch.seq_lens, batch.cu_seqlens_q, num_seqs, num_tokens, split_keys,
-            SPLITS=16, num_warps=2, **shape,
+            SPLITS=16, num_warps=2, **constants,
         )  # fmt: skip
     return out
 
 
-def choose_split(
-    device: Device, num_seqs: int, num_tokens: int, num_kv_heads: int, group: int, batch: Batch, tile: dict[str, int]
-) -> int:
-    """Return the keys of a split, a multiple of BLOCK_N; at least `max_seq_len` where no keys are split.
-
-    Too few programs leave SMs idle, and one long program is waited for at the end. Too many have too little to do for
-    what it takes to start, to store a part and to join it. So there are some programs for each SM, of 256 keys or more.
-    """
-    rows = batch.max_query_len * group
-    if rows > MAX_SPLIT_ROWS and num_tokens == num_seqs * batch.max_query_len:  # each sequence has too many rows
-        return triton.cdiv(batch.max_seq_len, tile["BLOCK_N"]) * tile["BLOCK_N"]
-    programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS), tile["BLOCK_M"])
-    per_sm = 4 if tile["BLOCK_M"] == 16 else 1
-    splits = max(1, per_sm * device.num_sms // programs)
-    return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The check
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The check ----
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of `attention`, and the lengths on the host: (queries, keys) of each sequence."""
+    """Inputs of `attention`, and the lengths on the host."""
 
     q: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
-    batches: list[Batch]  # of the same lengths, on other pages each
-    lens: list[tuple[int, int]]
+    batches: list[Batch]  # of the same lengths, each on other pages
+    lens: list[tuple[int, int]]  # queries and keys of each sequence
+
+    def keys_of(self, batch: Batch, seq: int) -> list[torch.Tensor]:
+        """Return a contiguous copy of a sequence's keys and values, [keys, num_kv_heads, head_dim] each."""
+        pages = batch.page_table[seq].long()
+        return [of_all[pages].flatten(0, 1)[: self.lens[seq][1]] for of_all in (self.k_pages, self.v_pages)]
 
 
 def make_problem(
-    lens: list[tuple[int, int]],
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: str,
-    page_size: int = 16,
-    copies: int = 1,
+    lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, copies: int = 1
 ) -> Problem:
-    """Fill pages with random numbers, and hand them to the sequences in random order."""
+    """Fill pages of 16 tokens with random numbers, and hand them to the sequences in random order."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     num_q_heads, num_kv_heads, head_dim = heads
     query_lens, seq_lens = zip(*lens, strict=True)
-    pages = [triton.cdiv(n, page_size) for n in seq_lens]
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
-
-    order = torch.randperm(copies * sum(pages), device=device, generator=generator).to(torch.int32)
-    starts = None
-    if max(query_lens) > 1:
-        starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+    pages = [triton.cdiv(n, 16) for n in seq_lens]
+    order = torch.randperm(copies * sum(pages), device=device).to(torch.int32)
+    starts, on_device = (
+        torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, *accumulate(query_lens)], seq_lens)
+    )
     batches = []
     for numbers in order.split(sum(pages)):
         table = torch.zeros(len(lens), max(pages), dtype=torch.int32, device=device)
         for row, owned in zip(table, numbers.split(pages), strict=True):
             row[: len(owned)] = owned
-        on_device = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        batches.append(Batch(table, on_device, starts, max(query_lens), max(seq_lens)))
-    k_pages, v_pages = (random(len(order), page_size, num_kv_heads, head_dim) for _ in range(2))
-    return Problem(random(sum(query_lens), num_q_heads, head_dim), k_pages, v_pages, batches, lens)
-
-
-def contiguous_copy(problem: Problem, pages: torch.Tensor, seq: int) -> torch.Tensor:
-    """Return the keys or values of a sequence, [keys, num_kv_heads, head_dim]."""
-    return pages[problem.batches[0].page_table[seq].long()].flatten(0, 1)[: problem.lens[seq][1]]
+        decodes = max(query_lens) == 1
+        batches.append(Batch(table, on_device, None if decodes else starts, max(query_lens), max(seq_lens)))
+    shapes = (sum(query_lens), num_q_heads, head_dim), *[(len(order), 16, num_kv_heads, head_dim)] * 2
+    return Problem(*(torch.randn(shape, device=device, dtype=dtype) for shape in shapes), batches, lens)
 
 
 def reference(problem: Problem) -> torch.Tensor:
-    """Compute the formula in float64: softmax(q k^T / sqrt(head_dim)) v, one sequence at a time."""
-    parts = []
-    for seq, (q, (q_len, seq_len)) in enumerate(
-        zip(problem.q.double().split([n for n, _ in problem.lens]), problem.lens, strict=True)
-    ):
-        k, v = (contiguous_copy(problem, pages, seq).double() for pages in (problem.k_pages, problem.v_pages))
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [keys, num_q_heads, head_dim]
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[2])
-        position = torch.arange(seq_len - q_len, seq_len, device=q.device)
-        hidden = torch.arange(seq_len, device=q.device)[None, :] > position[:, None]
+    """Compute the formula in float64, softmax(q k^T / sqrt(head_dim)) v, one sequence at a time."""
+    parts, group = [], problem.q.shape[1] // problem.k_pages.shape[2]
+    for seq, q in enumerate(problem.q.double().split([n for n, _ in problem.lens])):
+        k, v = (t.double().repeat_interleave(group, 1) for t in problem.keys_of(problem.batches[0], seq))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(k) - len(q))  # keys after the query's position
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
     return torch.cat(parts)
 
 
-def check(dtype: torch.dtype, device: str) -> None:
+def check(dtype: torch.dtype) -> None:
     """Compare with the reference, and print the largest errors.
 
-    Weights and results are rounded to the dtype, by half a unit in its last place each. So an error is at most one unit
-    of the largest value, and what float32 adds is far smaller.
+    Weights and results are rounded to the dtype, each by at most half a unit in the last place. So an error is at most
+    one unit of the largest value; what float32 adds is far smaller.
     """
-    small = device == "cpu"  # where the interpreter runs each program in Python
-    heads = (4, 2, 16) if small else (32, 8, 128)
-    long = 700 if small else 9000
+    heads, long = ((32, 8, 128), 9000) if torch.cuda.is_available() else ((4, 2, 16), 700)  # the interpreter is slow
     for name, lens in {
-        "decode, one sequence whose keys are split": [(1, long)],
-        "decode, ragged lengths": [(1, n) for n in (1, 15, 16, 257, long // 2)],
+        "decode, one sequence, split": [(1, long)],
+        "decode, ragged": [(1, n) for n in (1, 15, 16, 257, long // 2)],
         "a prompt": [(long // 6, long // 6)],
-        "chunks on contexts, with decoding sequences": [(1, 300), (9, 400), (40, 40), (1, 1), (33, long)],
+        "chunks, and decoding sequences": [(1, 300), (9, 400), (40, 40), (1, 1), (33, long)],
     }.items():
-        problem = make_problem(lens, heads, dtype, device)
-        for pages in (problem.k_pages, problem.v_pages):  # what lies after a sequence must not be read
-            for (_, seq_len), row in zip(lens, problem.batches[0].page_table, strict=True):
-                if seq_len % 16:
-                    pages[row[seq_len // 16].long(), seq_len % 16 :] = math.nan
+        problem = make_problem(lens, heads, dtype)
+        largest = problem.v_pages.abs().max().item()
+        for (_, seq_len), table_row in zip(lens, problem.batches[0].page_table, strict=True):
+            if seq_len % 16:  # what lies after a sequence must not be read
+                for pages in (problem.k_pages, problem.v_pages):
+                    pages[table_row[seq_len // 16], seq_len % 16 :] = math.nan
         result = attention(problem.q, problem.k_pages, problem.v_pages, problem.batches[0])
-        error = (result.double() - reference(problem)).abs().max().item()
-        bound = torch.finfo(dtype).eps * problem.v_pages.nan_to_num().abs().max().item()
+        error, bound = (result.double() - reference(problem)).abs().max().item(), torch.finfo(dtype).eps * largest
         assert error <= bound, f"{name}: the error is {error:.1e}, more than {bound:.1e}"
-        print(f"{name:44} error {error:.1e}, at most {bound:.1e}")
+        print(f"{name:32} error {error:.1e}, at most {bound:.1e}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The times
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The times ----
 def ragged(count: int, low: int, high: int, seed: int) -> list[int]:
     return torch.randint(low, high + 1, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-LLAMA_8B, LLAMA_1B = (32, 8, 128), (32, 8, 64)
-ROWS = {  # of the table in README.md: (queries, keys) of each sequence, and the heads
-    "decode, 1 sequence of 128 keys": ([(1, 128)], LLAMA_8B),
-    "decode, 8 x 1,024": ([(1, 1024)] * 8, LLAMA_8B),
-    "decode, 64 sequences of 16 to 4,096": ([(1, n) for n in ragged(64, 16, 4096, 1)], LLAMA_8B),
-    "decode, 128 x 4,096": ([(1, 4096)] * 128, LLAMA_8B),
-    "decode, 256 x 1,024": ([(1, 1024)] * 256, LLAMA_8B),
-    "decode, 1 x 131,072": ([(1, 131072)], LLAMA_8B),
-    "prefill, 2,048 tokens": ([(2048, 2048)], LLAMA_8B),
-    "prefill, 8,192": ([(8192, 8192)], LLAMA_8B),
-    "prefill, 4,096, head_dim 64": ([(4096, 4096)], LLAMA_1B),
-    "chunk of 64 tokens on 16,384 keys": ([(64, 16384)], LLAMA_8B),
-    "32 decoding sequences and 2 prompts": (
-        [(1, n) for n in ragged(32, 512, 4096, 15)] + [(n, n) for n in ragged(2, 64, 1024, 15)],
-        LLAMA_8B,
-    ),
-}
+ROWS = {  # of README's table: queries and keys of each sequence
+    "decode, 1 sequence of 128 keys": [(1, 128)],
+    "decode, 8 x 1,024": [(1, 1024)] * 8,
+    "decode, 64 sequences of 16 to 4,096": [(1, n) for n in ragged(64, 16, 4096, 1)],
+    "decode, 128 x 4,096": [(1, 4096)] * 128,
+    "decode, 256 x 1,024": [(1, 1024)] * 256,
+    "decode, 1 x 131,072": [(1, 131072)],
+    "prefill, 2,048 tokens": [(2048, 2048)],
+    "prefill, 8,192": [(8192, 8192)],
+    "prefill, 4,096, head_dim 64": [(4096, 4096)],
+    "chunk of 64 tokens on 16,384 keys": [(64, 16384)],
+    "32 decoding sequences and 2 prompts": [
+        *((1, n) for n in ragged(32, 512, 4096, 15)), *((n, n) for n in ragged(2, 64, 1024, 15)),
+    ],
+}  # fmt: skip
 Call = Callable[[Batch], object]
 
 
-def floor_us(problem: Problem, memory: float = 4.6e12, products: float = 800e12) -> float:
-    """Return the least time on an H200: what must be read at 4.6 TB/s, or products at 800 TFLOP/s, the longer."""
-    num_q_heads, head_dim = problem.q.shape[1:]
-    keys = sum(n for _, n in problem.lens)
-    pairs = sum(q * n - q * (q - 1) // 2 for q, n in problem.lens)  # of a query and a key that it sees
-    read = 2 * problem.k_pages[0, 0].nbytes * keys + 2 * problem.q.nbytes
-    return 1e6 * max(read / memory, 4 * pairs * num_q_heads * head_dim / products)
+def this_file(p: Problem) -> Call:
+    return lambda batch: attention(p.q, p.k_pages, p.v_pages, batch)
 
 
-def this_file(problem: Problem) -> Call:
-    return lambda batch: attention(problem.q, problem.k_pages, problem.v_pages, batch)
-
-
-def sdpa(problem: Problem) -> Call | None:
+def sdpa(p: Problem) -> Call | None:
     """PyTorch's attention, on contiguous copies of the pages; it takes sequences of one length."""
-    if len(set(problem.lens)) > 1:
-        return None
     from torch.nn.attention.bias import causal_lower_right
 
-    q_len, seq_len = problem.lens[0]
-    num_seqs = len(problem.lens)
-    copies = []
-    for batch in problem.batches:
-        pair = (pages[batch.page_table.long()].flatten(1, 2)[:, :seq_len] for pages in (problem.k_pages, problem.v_pages))
-        copies.append([t.transpose(1, 2).contiguous() for t in pair])
-    q = problem.q.unflatten(0, (num_seqs, q_len)).transpose(1, 2)
+    q_len, seq_len = p.lens[0]
+    if len(set(p.lens)) > 1:
+        return None
+    copies = {}
+    for batch in p.batches:
+        keys = zip(*(p.keys_of(batch, seq) for seq in range(len(p.lens))), strict=True)
+        copies[id(batch)] = [torch.stack(t).transpose(1, 2).contiguous() for t in keys]
+    q = p.q.unflatten(0, (len(p.lens), q_len)).transpose(1, 2)
     mask = causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None
-
-    def call(batch: Batch) -> object:
-        k, v = copies[[b is batch for b in problem.batches].index(True)]
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=q_len == seq_len, enable_gqa=True
-        )
-
-    return call
+    options = {"attn_mask": mask, "is_causal": q_len == seq_len, "enable_gqa": True}
+    return lambda batch: torch.nn.functional.scaled_dot_product_attention(q, *copies[id(batch)], **options)
 
 
-def flash_attention_3(problem: Problem) -> Call | None:
-    """FlashAttention 3 as vLLM ships it, where vLLM is installed. What it does once per step is not timed."""
+def flash_attention_3(p: Problem) -> Call | None:
+    """FlashAttention 3 as vLLM ships it. What it does once per step is not timed."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
     except ImportError:
         return None
-    (_, num_q_heads, head_dim), (_, page_size, num_kv_heads, _) = problem.q.shape, problem.k_pages.shape
-    first = problem.batches[0]
-    starts = first.cu_seqlens_q
-    if starts is None:
-        starts = torch.arange(len(problem.lens) + 1, dtype=torch.int32, device=problem.q.device)
-    out = torch.empty_like(problem.q)
+    lens, b, (_, num_q_heads, head_dim) = [n for n, _ in p.lens], p.batches[0], p.q.shape
+    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=p.q.device)
+    both = {"max_seqlen_q": b.max_query_len, "max_seqlen_k": b.max_seq_len, "cu_seqlens_q": starts, "causal": True}
     metadata = get_scheduler_metadata(
-        batch_size=len(problem.lens), max_seqlen_q=first.max_query_len, max_seqlen_k=first.max_seq_len,
-        num_heads_q=num_q_heads, num_heads_kv=num_kv_heads, headdim=head_dim, cache_seqlens=first.seq_lens,
-        qkv_dtype=problem.q.dtype, cu_seqlens_q=starts, page_size=page_size, causal=True, window_size=(-1, -1),
-        num_splits=0,
+        batch_size=len(lens), num_heads_q=num_q_heads, num_heads_kv=p.k_pages.shape[2], headdim=head_dim,
+        cache_seqlens=b.seq_lens, qkv_dtype=p.q.dtype, page_size=16, window_size=(-1, -1), num_splits=0, **both,
     )  # fmt: skip
     return lambda batch: flash_attn_varlen_func(
-        problem.q, problem.k_pages, problem.v_pages, max_seqlen_q=batch.max_query_len, cu_seqlens_q=starts,
-        max_seqlen_k=batch.max_seq_len, seqused_k=batch.seq_lens, softmax_scale=head_dim**-0.5, causal=True,
-        window_size=[-1, -1], block_table=batch.page_table, out=out, scheduler_metadata=metadata, num_splits=0,
-        fa_version=3,
+        p.q, p.k_pages, p.v_pages, seqused_k=b.seq_lens, block_table=batch.page_table, softmax_scale=head_dim**-0.5,
+        window_size=[-1, -1], out=torch.empty_like(p.q), scheduler_metadata=metadata, fa_version=3, **both,
     )  # fmt: skip
 
 
-def with_quire(problem: Problem) -> Call | None:
-    """Quire, where it is installed."""
+def with_quire(p: Problem) -> Call | None:
     try:
         import quire
     except ImportError:
         return None
-    (_, num_q_heads, head_dim), num_kv_heads = problem.q.shape, problem.k_pages.shape[2]
-    spec = quire.AttentionSpec(num_q_heads, num_kv_heads, head_dim, dtype=problem.q.dtype)
-    cache = quire.PagedKVCache(problem.k_pages, problem.v_pages, "NHD")
+    spec = quire.AttentionSpec(p.q.shape[1], p.k_pages.shape[2], p.q.shape[2], dtype=p.q.dtype)
+    cache = quire.PagedKVCache(p.k_pages, p.v_pages, "NHD")
     plans = {}
-    for batch in problem.batches:
-        plans[id(batch)] = quire.plan(
-            spec, quire.Batch(batch.page_table, batch.seq_lens, batch.cu_seqlens_q),
-            max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len, num_tokens=len(problem.q),
-        )  # fmt: skip
-    return lambda batch: quire.attention(problem.q, cache, plans[id(batch)])
+    for b in p.batches:
+        batch = quire.Batch(b.page_table, b.seq_lens, b.cu_seqlens_q)
+        bounds = {"max_query_len": b.max_query_len, "max_seq_len": b.max_seq_len, "num_tokens": len(p.q)}
+        plans[id(b)] = quire.plan(spec, batch, **bounds)
+    return lambda batch: quire.attention(p.q, cache, plans[id(batch)])
 
 
-def time_us(call: Call, batches: list[Batch], replays: int = 15) -> float:
+OTHERS = {"SDPA, copies": sdpa, "FlashAttention 3": flash_attention_3, "Quire": with_quire}
+
+
+def time_us(call: Call, batches: list[Batch], replays: int = 11) -> float:
     """Return the median time of a call in us: of a CUDA graph of calls, each on other pages, so that L2 has none."""
-    repeats = max(1, 32 // len(batches))
+    batches = batches * max(1, 32 // len(batches))
     for _ in range(2):
         call(batches[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for batch in batches * repeats:
+        for batch in batches:
             call(batch)
-    graph.replay()
     times = []
-    for _ in range(replays):
+    for _ in range(replays + 1):  # the first warms up
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         stop.record()
         stop.synchronize()
-        times.append(1e3 * start.elapsed_time(stop) / (repeats * len(batches)))
-    return sorted(times)[replays // 2]
+        times.append(1e3 * start.elapsed_time(stop) / len(batches))
+    return sorted(times[1:])[replays // 2]
 
 
-def table(dtype: torch.dtype, only: str) -> None:
+def row_of(name: str, dtype: torch.dtype) -> Problem:
+    """Return the problem of a row, on pages that together are several times as large as the L2 cache."""
+    heads = (32, 8, 64 if "head_dim 64" in name else 128)
+    copies = 300_000_000 // (4 * heads[1] * heads[2] * sum(n for _, n in ROWS[name]))
+    return make_problem(ROWS[name], heads, dtype, min(128, max(2, copies)))
+
+
+def print_times(dtype: torch.dtype, only: str) -> None:
     """Print the times of every row, and of what else is installed."""
-    others = {"SDPA, copies": sdpa, "FlashAttention 3": flash_attention_3, "Quire": with_quire}
-    print(f"\n{torch.cuda.get_device_name()}, us{'':26} {'floor':>9} {'this file':>9}", *(f"{n:>16}" for n in others))
-    for name, (lens, heads) in ROWS.items():
-        if only not in name:
-            continue
-        bytes_of_one = 4 * heads[1] * heads[2] * sum(n for _, n in lens)
-        copies = min(128, max(2, 300_000_000 // bytes_of_one))
-        problem = make_problem(lens, heads, dtype, "cuda", copies=copies)
-        times = []
-        for make in (this_file, *others.values()):
-            call = make(problem)
-            times.append("-" if call is None else f"{time_us(call, problem.batches):.1f}")
-        ours, *theirs = times
-        print(f"{name:36} {floor_us(problem):9.1f} {ours:>9}", *(f"{t:>16}" for t in theirs), flush=True)
+    print(f"\n{f'us, {torch.cuda.get_device_name()}':36} {'this file':>9}", *(f"{name:>16}" for name in OTHERS))
+    for name in ROWS:
+        if only in name:
+            problem = row_of(name, dtype)
+            calls = [make(problem) for make in (this_file, *OTHERS.values())]
+            ours, *others = ("-" if call is None else f"{time_us(call, problem.batches):.1f}" for call in calls)
+            print(f"{name:36} {ours:>9}", *(f"{other:>16}" for other in others), flush=True)
 
 
 def main() -> None:
-    """Parse the arguments, check, and print times where there is a GPU."""
+    """Check, and print times where there is a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="float16 without a GPU, else bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="bfloat16; in the interpreter float16")
     parser.add_argument("--check", action="store_true", help="check, and measure nothing")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measure rows whose name has this text")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure only rows whose name contains this")
     args = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    if args.dtype == "bfloat16" and not has_gpu:
-        parser.error("--dtype must be float16 without a GPU: Triton's interpreter computes bfloat16 wrongly")
-    dtype = getattr(torch, args.dtype or ("bfloat16" if has_gpu else "float16"))
-    check(dtype, "cuda" if has_gpu else "cpu")
-    if has_gpu and not args.check:
-        table(dtype, args.only)
+    interprets = not torch.cuda.is_available()
+    if args.dtype == "bfloat16" and interprets:
+        parser.error("--dtype must be float16 without a GPU, since Triton's interpreter computes bfloat16 wrongly")
+    dtype = getattr(torch, args.dtype or ("float16" if interprets else "bfloat16"))
+    torch.manual_seed(0)
+    check(dtype)
+    if not interprets and not args.check:
+        print_times(dtype, args.only)
 
 
 if __name__ == "__main__":
