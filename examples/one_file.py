@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 
 import triton
 import triton.language as tl
+from triton.testing import do_bench_cudagraph
 
 MAX_SPLIT_ROWS = 1024  # sequences of more rows have work for many programs, so their keys are not split
 PROGRAMS_PER_SM = 4, 1  # wanted: of decode, and of prompts
@@ -70,13 +71,10 @@ def attend_tiles(
         # A page is [PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM]. A large cache has more elements than an int32 can count.
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         offsets = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]  # [BLOCK_N, HEAD_DIM]
-        if MASKED:  # what lies after the sequence may be NaN, and 0 * NaN is NaN, so it must not be read
-            exists = (key < seq_len)[:, None]
-            k = tl.load(k_ptr + offsets, mask=exists, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=exists, other=0.0)
-        else:
-            k = tl.load(k_ptr + offsets)
-            v = tl.load(v_ptr + offsets)
+        # What lies after the sequence may be NaN, and 0 * NaN is NaN, so it must not be read.
+        exists = (key < seq_len)[:, None] if MASKED else None
+        k = tl.load(k_ptr + offsets, mask=exists, other=0.0 if MASKED else None)
+        v = tl.load(v_ptr + offsets, mask=exists, other=0.0 if MASKED else None)
 
         scores = tl.dot(q, tl.trans(k))  # [BLOCK_M, BLOCK_N], float32
         if MASKED:  # causal: a token sees the keys up to its own position
@@ -97,32 +95,23 @@ def is_split(seq_len, q_len, split_keys, GROUP: tl.constexpr, MAX_SPLIT_ROWS: tl
     return tl.where(q_len * GROUP <= MAX_SPLIT_ROWS, seq_len, 0) > split_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_width"])
 def attend_kernel(
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]
-    k_ptr,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM], and so is v_ptr
-    v_ptr,
+    k_ptr, v_ptr,  # [num_pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM]
     out_ptr,  # as q_ptr
     partial_out_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] float32, or None: no keys are split
     partial_lse_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP] float32, or None
     page_table_ptr,  # [num_seqs, table_width] int32
     seq_lens_ptr,  # [num_seqs] int32: keys of each sequence, those of its queries included
     cu_seqlens_q_ptr,  # [num_seqs + 1] int32: where each sequence's queries begin; None: each has one query
-    exponent_scale,
-    num_seqs,
-    num_tokens,
-    table_width,
+    exponent_scale, num_seqs, num_tokens, table_width,
     split_keys,  # keys of a split, a multiple of BLOCK_N
     SEQS: tl.constexpr,  # num_seqs, rounded up to a power of two
     GROUP: tl.constexpr,  # query heads that share a KV head
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FULL_TILES: tl.constexpr,
-    MAX_SPLIT_ROWS: tl.constexpr,
-):
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FULL_TILES: tl.constexpr, MAX_SPLIT_ROWS: tl.constexpr,
+):  # fmt: skip
     """One program: BLOCK_M rows of one sequence and KV head, and one split of their keys.
 
     Grid: [NUM_KV_HEADS, row blocks, splits]. Programs of one page's heads are neighbours, as the heads are in memory.
@@ -181,20 +170,15 @@ def attend_kernel(
     # **Full tiles without masks.** Every row sees every key up to the block's first position. These tiles need no
     # comparison of keys with positions, and their loads no masks. Of a long prompt that is nearly all tiles. For
     # decode, which waits for memory, masks are free, and one loop drains the pipeline once.
-    if FULL_TILES:
-        full_end = (first_position + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
-        full_end = tl.maximum(tl.minimum(full_end, end), begin)
+    full_end = (first_position + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+    for masked in tl.static_range(0 if FULL_TILES else 1, 2):
+        stop = end if masked else tl.maximum(tl.minimum(full_end, end), begin)
         acc, largest, total, page = attend_tiles(
-            acc, largest, total, page, begin, full_end,
+            acc, largest, total, page, begin, stop,
             q, positions, seq_len, exponent_scale, k_ptr, v_ptr, table_row, table_width, kv_head,
-            False, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N,
+            masked, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
-        begin = full_end
-    acc, largest, total, page = attend_tiles(
-        acc, largest, total, page, begin, end,
-        q, positions, seq_len, exponent_scale, k_ptr, v_ptr, table_row, table_width, kv_head,
-        True, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, BLOCK_N,
-    )  # fmt: skip
+        begin = stop
 
     total = tl.where(total > 0, total, 1.0)  # rows without keys: 0, not NaN
     acc = acc / total[:, None]
@@ -212,7 +196,7 @@ def attend_kernel(
 
 
 # ---- Joining the splits ----
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def combine_kernel(
     partial_out_ptr, partial_lse_ptr, out_ptr, seq_lens_ptr, cu_seqlens_q_ptr,  # as in `attend_kernel`
     num_seqs, num_tokens, split_keys,
@@ -446,16 +430,12 @@ ROWS = {  # of README's table: queries and keys of each sequence
         *((1, n) for n in ragged(32, 512, 4096, 15)), *((n, n) for n in ragged(2, 64, 1024, 15)),
     ],
 }  # fmt: skip
-Call = Callable[[Batch], object]
+Call = Callable[[Batch], object] | None
 
 
-def this_file(p: Problem) -> Call:
-    return lambda batch: attention(p.q, p.k_pages, p.v_pages, batch)
-
-
-def sdpa(p: Problem) -> Call | None:
+def sdpa(p: Problem) -> Call:
     """PyTorch's attention, on contiguous copies of the pages; it takes sequences of one length."""
-    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.attention.bias import causal_lower_right  # here, since it imports Triton
 
     q_len, seq_len = p.lens[0]
     if len(set(p.lens)) > 1:
@@ -470,97 +450,68 @@ def sdpa(p: Problem) -> Call | None:
     return lambda batch: torch.nn.functional.scaled_dot_product_attention(q, *copies[id(batch)], **options)
 
 
-def flash_attention_3(p: Problem) -> Call | None:
+def flash_attention_3(p: Problem) -> Call:
     """FlashAttention 3 as vLLM ships it. What it does once per step is not timed."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
     except ImportError:
         return None
-    lens, b, (_, num_q_heads, head_dim) = [n for n, _ in p.lens], p.batches[0], p.q.shape
-    starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=p.q.device)
+    b, (_, num_q_heads, head_dim), num_seqs = p.batches[0], p.q.shape, len(p.lens)
+    starts = torch.tensor([0, *accumulate(n for n, _ in p.lens)], dtype=torch.int32, device=p.q.device)
     both = {"max_seqlen_q": b.max_query_len, "max_seqlen_k": b.max_seq_len, "cu_seqlens_q": starts, "causal": True}
     metadata = get_scheduler_metadata(
-        batch_size=len(lens), num_heads_q=num_q_heads, num_heads_kv=p.k_pages.shape[2], headdim=head_dim,
-        cache_seqlens=b.seq_lens, qkv_dtype=p.q.dtype, page_size=16, window_size=(-1, -1), num_splits=0, **both,
+        batch_size=num_seqs, num_heads_q=num_q_heads, num_heads_kv=p.k_pages.shape[2], headdim=head_dim, **both,
+        cache_seqlens=b.seq_lens, qkv_dtype=p.q.dtype, page_size=p.k_pages.shape[1], window_size=(-1, -1), num_splits=0,
     )  # fmt: skip
-    return lambda batch: flash_attn_varlen_func(
-        p.q, p.k_pages, p.v_pages, seqused_k=b.seq_lens, block_table=batch.page_table, softmax_scale=head_dim**-0.5,
-        window_size=[-1, -1], out=torch.empty_like(p.q), scheduler_metadata=metadata, fa_version=3, **both,
-    )  # fmt: skip
+    both |= {"seqused_k": b.seq_lens, "softmax_scale": head_dim**-0.5, "window_size": [-1, -1], "fa_version": 3}
+    both |= {"scheduler_metadata": metadata, "out": torch.empty_like(p.q)}
+    return lambda batch: flash_attn_varlen_func(p.q, p.k_pages, p.v_pages, block_table=batch.page_table, **both)
 
 
-def with_quire(p: Problem) -> Call | None:
+def with_quire(p: Problem) -> Call:
     try:
         import quire
     except ImportError:
         return None
     spec = quire.AttentionSpec(p.q.shape[1], p.k_pages.shape[2], p.q.shape[2], dtype=p.q.dtype)
-    cache = quire.PagedKVCache(p.k_pages, p.v_pages, "NHD")
-    plans = {}
+    cache, plans = quire.PagedKVCache(p.k_pages, p.v_pages, "NHD"), {}
     for b in p.batches:
-        batch = quire.Batch(b.page_table, b.seq_lens, b.cu_seqlens_q)
         bounds = {"max_query_len": b.max_query_len, "max_seq_len": b.max_seq_len, "num_tokens": len(p.q)}
-        plans[id(b)] = quire.plan(spec, batch, **bounds)
+        plans[id(b)] = quire.plan(spec, quire.Batch(b.page_table, b.seq_lens, b.cu_seqlens_q), **bounds)
     return lambda batch: quire.attention(p.q, cache, plans[id(batch)])
 
 
-OTHERS = {"SDPA, copies": sdpa, "FlashAttention 3": flash_attention_3, "Quire": with_quire}
-
-
-def time_us(call: Call, batches: list[Batch], replays: int = 11) -> float:
+def time_us(call: Callable[[Batch], object], batches: list[Batch]) -> float:
     """Return the median time of a call in us: of a CUDA graph of calls, each on other pages, so that L2 has none."""
-    batches = batches * max(1, 32 // len(batches))
-    for _ in range(2):
-        call(batches[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for batch in batches:
-            call(batch)
-    times = []
-    for _ in range(replays + 1):  # the first warms up
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(1e3 * start.elapsed_time(stop) / len(batches))
-    return sorted(times[1:])[replays // 2]
+    return 1e3 * do_bench_cudagraph(lambda: [call(b) for b in batches], return_mode="median") / len(batches)
 
 
-def row_of(name: str, dtype: torch.dtype) -> Problem:
-    """Return the problem of a row, on pages that together are several times as large as the L2 cache."""
-    heads = (32, 8, 64 if "head_dim 64" in name else 128)
-    copies = 300_000_000 // (4 * heads[1] * heads[2] * sum(n for _, n in ROWS[name]))
-    return make_problem(ROWS[name], heads, dtype, min(128, max(2, copies)))
-
-
-def print_times(dtype: torch.dtype, only: str) -> None:
+def print_times(dtype: torch.dtype) -> None:
     """Print the times of every row, and of what else is installed."""
-    print(f"\n{f'us, {torch.cuda.get_device_name()}':36} {'this file':>9}", *(f"{name:>16}" for name in OTHERS))
-    for name in ROWS:
-        if only in name:
-            problem = row_of(name, dtype)
-            calls = [make(problem) for make in (this_file, *OTHERS.values())]
-            ours, *others = ("-" if call is None else f"{time_us(call, problem.batches):.1f}" for call in calls)
-            print(f"{name:36} {ours:>9}", *(f"{other:>16}" for other in others), flush=True)
+    calls = {"this file": lambda p: lambda batch: attention(p.q, p.k_pages, p.v_pages, batch)}
+    calls |= {"PyTorch, copies": sdpa, "FlashAttention 3": flash_attention_3, "Quire": with_quire}
+    print(f"\n{f'us, {torch.cuda.get_device_name()}':36}", *(f"{name:>16}" for name in calls))
+    for name, lens in ROWS.items():
+        heads = (32, 8, 64 if "head_dim 64" in name else 128)
+        copies = 300_000_000 // (4 * heads[1] * heads[2] * sum(n for _, n in lens))  # several times as large as L2
+        problem = make_problem(lens, heads, dtype, min(128, max(2, copies)))
+        found = [make(problem) for make in calls.values()]
+        times = ("-" if call is None else f"{time_us(call, problem.batches):.1f}" for call in found)
+        print(f"{name:36}", *(f"{time:>16}" for time in times), flush=True)
 
 
 def main() -> None:
     """Check, and print times where there is a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="bfloat16; in the interpreter float16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="by default bfloat16, on a CPU float16")
     parser.add_argument("--check", action="store_true", help="check, and measure nothing")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measure only rows whose name contains this")
     args = parser.parse_args()
-    interprets = not torch.cuda.is_available()
-    if args.dtype == "bfloat16" and interprets:
+    has_gpu = torch.cuda.is_available()
+    if args.dtype == "bfloat16" and not has_gpu:
         parser.error("--dtype must be float16 without a GPU, since Triton's interpreter computes bfloat16 wrongly")
-    dtype = getattr(torch, args.dtype or ("float16" if interprets else "bfloat16"))
-    torch.manual_seed(0)
-    check(dtype)
-    if not interprets and not args.check:
-        print_times(dtype, args.only)
+    check(getattr(torch, args.dtype or ("bfloat16" if has_gpu else "float16")))
+    if has_gpu and not args.check:
+        print_times(getattr(torch, args.dtype or "bfloat16"))
 
 
 if __name__ == "__main__":
