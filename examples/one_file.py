@@ -17,8 +17,8 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from triton.testing import do_bench_cudagraph
 
-MAX_SPLIT_ROWS = 1024  # sequences of more rows have work for many programs, so their keys are not split
+MAX_SPLIT_ROWS = tl.constexpr(1024)  # sequences of more rows have work for many programs, so their keys are not split
 PROGRAMS_PER_SM = 4, 1  # wanted: of decode, and of prompts
 
 
@@ -90,7 +90,7 @@ def attend_tiles(
 
 # ---- Which rows and which keys a program has ----
 @triton.jit
-def is_split(seq_len, q_len, split_keys, GROUP: tl.constexpr, MAX_SPLIT_ROWS: tl.constexpr):
+def is_split(seq_len, q_len, split_keys, GROUP: tl.constexpr):
     """Whether the keys of a sequence are split over programs. Both kernels ask, so that they agree."""
     return tl.where(q_len * GROUP <= MAX_SPLIT_ROWS, seq_len, 0) > split_keys
 
@@ -110,7 +110,7 @@ def attend_kernel(
     SEQS: tl.constexpr,  # num_seqs, rounded up to a power of two
     GROUP: tl.constexpr,  # query heads that share a KV head
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, FULL_TILES: tl.constexpr, MAX_SPLIT_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, FULL_TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one sequence and KV head, and one split of their keys.
 
@@ -152,7 +152,7 @@ def attend_kernel(
     begin = split * split_keys
     end = tl.minimum(first_position + tl.cdiv(first_row + BLOCK_M, GROUP), seq_len)
     if partial_out_ptr is not None:
-        stores_partial = is_split(seq_len, q_len, split_keys, GROUP, MAX_SPLIT_ROWS)
+        stores_partial = is_split(seq_len, q_len, split_keys, GROUP)
         if stores_partial:
             end = tl.minimum(begin + split_keys, end)
         if (split > 0) & (~stores_partial | (begin >= end)):
@@ -201,7 +201,7 @@ def combine_kernel(
     partial_out_ptr, partial_lse_ptr, out_ptr, seq_lens_ptr, cu_seqlens_q_ptr,  # as in `attend_kernel`
     num_seqs, num_tokens, split_keys,
     SEQS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MAX_SPLIT_ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: one token and query head, whose splits it takes SPLITS at a time. Grid: [num_tokens, query heads].
 
@@ -218,7 +218,7 @@ def combine_kernel(
         q_start = tl.load(cu_seqlens_q_ptr + seq)
         q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
     seq_len = tl.load(seq_lens_ptr + seq)
-    if not is_split(seq_len, q_len, split_keys, GROUP, MAX_SPLIT_ROWS):
+    if not is_split(seq_len, q_len, split_keys, GROUP):
         return
     num_splits = tl.cdiv(seq_len - q_len + token - q_start + 1, split_keys)  # those in which this token sees a key
     row = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
@@ -242,8 +242,7 @@ def combine_kernel(
 
 
 # ---- The host ----
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences, as a server knows them: the lengths are on the device, and bounds of them on the host."""
 
     page_table: torch.Tensor  # [num_seqs, table_width] int32
@@ -288,8 +287,8 @@ def choose_split(q: torch.Tensor, num_kv_heads: int, batch: Batch, tile: dict[st
     """
     num_seqs, rows = len(batch.seq_lens), batch.max_query_len * q.shape[1] // num_kv_heads
     splits = 1
-    if rows <= MAX_SPLIT_ROWS or len(q) < num_seqs * batch.max_query_len:  # some sequences have few rows
-        programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS), tile["BLOCK_M"])
+    if rows <= MAX_SPLIT_ROWS.value or len(q) < num_seqs * batch.max_query_len:  # some sequences have few rows
+        programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS.value), tile["BLOCK_M"])
         splits = max(1, PROGRAMS_PER_SM[tile["BLOCK_M"] > 16] * device_of(q)[0] // programs)
     return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
 
@@ -320,7 +319,7 @@ def attention(
         partial_out = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_splits, *q.shape[:2], dtype=torch.float32, device=q.device)
     constants = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group}
-    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "MAX_SPLIT_ROWS": MAX_SPLIT_ROWS}
+    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
     attend_kernel[num_kv_heads, row_blocks, num_splits](
         q, k_pages, v_pages, out, partial_out, partial_lse, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         head_dim**-0.5 * math.log2(math.e), num_seqs, num_tokens, table_width, split_keys,
@@ -335,8 +334,7 @@ def attention(
 
 
 # ---- The check ----
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Inputs of `attention`, and the lengths on the host."""
 
     q: torch.Tensor
@@ -360,16 +358,13 @@ def make_problem(
     query_lens, seq_lens = zip(*lens, strict=True)
     pages = [triton.cdiv(n, 16) for n in seq_lens]
     order = torch.randperm(copies * sum(pages), device=device).to(torch.int32)
-    starts, on_device = (
-        torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, *accumulate(query_lens)], seq_lens)
-    )
-    batches = []
+    int32, decodes, batches = {"dtype": torch.int32, "device": device}, max(query_lens) == 1, []
+    starts = None if decodes else torch.tensor([0, *accumulate(query_lens)], **int32)
     for numbers in order.split(sum(pages)):
-        table = torch.zeros(len(lens), max(pages), dtype=torch.int32, device=device)
+        table = torch.zeros(len(lens), max(pages), **int32)
         for row, owned in zip(table, numbers.split(pages), strict=True):
             row[: len(owned)] = owned
-        decodes = max(query_lens) == 1
-        batches.append(Batch(table, on_device, None if decodes else starts, max(query_lens), max(seq_lens)))
+        batches.append(Batch(table, torch.tensor(seq_lens, **int32), starts, max(query_lens), max(seq_lens)))
     shapes = (sum(query_lens), num_q_heads, head_dim), *[(len(order), 16, num_kv_heads, head_dim)] * 2
     return Problem(*(torch.randn(shape, device=device, dtype=dtype) for shape in shapes), batches, lens)
 
@@ -434,19 +429,16 @@ Call = Callable[[Batch], object] | None
 
 
 def sdpa(p: Problem) -> Call:
-    """PyTorch's attention, on contiguous copies of the pages; it takes sequences of one length."""
-    from torch.nn.attention.bias import causal_lower_right  # here, since it imports Triton
-
+    """PyTorch's attention, on contiguous copies of the pages, of sequences of one length, without chunks."""
     q_len, seq_len = p.lens[0]
-    if len(set(p.lens)) > 1:
+    if len(set(p.lens)) > 1 or 1 < q_len < seq_len:
         return None
     copies = {}
     for batch in p.batches:
         keys = zip(*(p.keys_of(batch, seq) for seq in range(len(p.lens))), strict=True)
         copies[id(batch)] = [torch.stack(t).transpose(1, 2).contiguous() for t in keys]
     q = p.q.unflatten(0, (len(p.lens), q_len)).transpose(1, 2)
-    mask = causal_lower_right(q_len, seq_len) if 1 < q_len < seq_len else None
-    options = {"attn_mask": mask, "is_causal": q_len == seq_len, "enable_gqa": True}
+    options = {"is_causal": q_len > 1, "enable_gqa": True}
     return lambda batch: torch.nn.functional.scaled_dot_product_attention(q, *copies[id(batch)], **options)
 
 
@@ -473,7 +465,8 @@ def with_quire(p: Problem) -> Call:
         import quire
     except ImportError:
         return None
-    spec = quire.AttentionSpec(p.q.shape[1], p.k_pages.shape[2], p.q.shape[2], dtype=p.q.dtype)
+    heads = {"num_q_heads": p.q.shape[1], "num_kv_heads": p.k_pages.shape[2], "head_dim": p.q.shape[2]}
+    spec = quire.AttentionSpec(**heads, dtype=p.q.dtype)
     cache, plans = quire.PagedKVCache(p.k_pages, p.v_pages, "NHD"), {}
     for b in p.batches:
         bounds = {"max_query_len": b.max_query_len, "max_seq_len": b.max_seq_len, "num_tokens": len(p.q)}
