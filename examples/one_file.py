@@ -319,7 +319,7 @@ def attention(
         partial_out = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_splits, *q.shape[:2], dtype=torch.float32, device=q.device)
     constants = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group}
-    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim}
+    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "enable_fp_fusion": True}
     attend_kernel[num_kv_heads, row_blocks, num_splits](
         q, k_pages, v_pages, out, partial_out, partial_lse, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         head_dim**-0.5 * math.log2(math.e), num_seqs, num_tokens, table_width, split_keys,
