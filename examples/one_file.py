@@ -8,7 +8,6 @@ or float16, causal, with grouped query heads (GQA). It has two kernels: `attend_
     python examples/one_file.py --check    # the check alone
 
 Without a GPU, Triton's interpreter runs the kernels on CPU tensors, line by line: set a breakpoint and look.
-
 Words: a *program* is what Triton launches many of (CUDA's thread block). An *SM* is a core that runs programs; an H200
 has 132. A *row* is one query head of one token. A *tile* is BLOCK_N keys of one sequence.
 """
@@ -30,7 +29,6 @@ import triton.language as tl
 from triton.testing import do_bench_cudagraph
 
 MAX_SPLIT_ROWS = tl.constexpr(1024)  # sequences of more rows have work for many programs, so their keys are not split
-PROGRAMS_PER_SM = 4, 1  # wanted: of decode, and of prompts
 
 
 # ---- The loop over tiles of keys ----
@@ -116,8 +114,7 @@ def attend_kernel(
 
     Grid: [NUM_KV_HEADS, row blocks, splits]. Programs of one page's heads are neighbours, as the heads are in memory.
     """
-    kv_head = tl.program_id(0)
-    split = tl.program_id(2)
+    kv_head, split = tl.program_id(0), tl.program_id(2)
 
     # **GQA rows are the M of the product.** A GPU multiplies matrices some fifteen times as fast as it sums single
     # rows, but one decoding token is one row. The GROUP query heads that share a KV head read the same keys, and so do
@@ -256,9 +253,9 @@ def device_of(tensor: torch.Tensor) -> tuple[int, int, bool]:
     """Return the SMs of a GPU, the bytes of shared memory of a program, and whether it is a Hopper GPU."""
     if tensor.device.type != "cuda":  # in the interpreter
         return 4, 64 << 10, False
-    properties = torch.cuda.get_device_properties(tensor.device)
-    is_hopper = torch.version.hip is None and properties.major == 9
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 64 << 10), is_hopper
+    of = torch.cuda.get_device_properties(tensor.device)
+    is_hopper = torch.version.hip is None and of.major == 9
+    return of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 64 << 10), is_hopper
 
 
 def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str, int]:
@@ -269,12 +266,10 @@ def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str,
     Prompts wait for tensor cores. Hopper's instruction multiplies 64 rows in four warps, so 128 rows take eight warps.
     """
     _, shared_memory, is_hopper = device_of(tensor)
-    block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+    block_m, block_n, num_warps, num_stages = (128, 128, 8, 3) if is_hopper else (64, 32, 4, 2)
     if num_rows <= 16:
-        block_m, block_n, num_stages = 16, 64, 3
-    elif is_hopper:
-        block_m, block_n, num_warps = 128, 128, 8
-    while num_stages * 4 * block_n * head_dim > shared_memory and block_n > 16:  # 4 bytes: a number of K and one of V
+        block_m, block_n, num_warps, num_stages = 16, 64, 4, 3
+    while 2 * head_dim * (block_m + 2 * num_stages * block_n) > shared_memory and block_n > 16:  # queries, keys, values
         block_n //= 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
 
@@ -282,14 +277,14 @@ def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str,
 def choose_split(q: torch.Tensor, num_kv_heads: int, batch: Batch, tile: dict[str, int]) -> int:
     """Return the keys of a split, a multiple of BLOCK_N; at least `max_seq_len` where no keys are split.
 
-    With too few programs, SMs are idle, and the longest program is waited for at the end. With too many, each has
-    little to do for what it takes to start and to store a part. So there are some for each SM, of 256 keys or more.
+    With few programs, SMs are idle. With too many, some wait until others have ended, and each has little to do for
+    what it takes to start and to store a part. So there are as many as run at once, of 256 keys or more.
     """
     num_seqs, rows = len(batch.seq_lens), batch.max_query_len * q.shape[1] // num_kv_heads
-    splits = 1
-    if rows <= MAX_SPLIT_ROWS.value or len(q) < num_seqs * batch.max_query_len:  # some sequences have few rows
-        programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS.value), tile["BLOCK_M"])
-        splits = max(1, PROGRAMS_PER_SM[tile["BLOCK_M"] > 16] * device_of(q)[0] // programs)
+    if rows > MAX_SPLIT_ROWS.value and len(q) == num_seqs * batch.max_query_len:  # no sequence has few rows
+        return batch.max_seq_len
+    programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS.value), tile["BLOCK_M"])
+    splits = max(1, (3 if tile["BLOCK_M"] == 16 else 1) * device_of(q)[0] // programs)
     return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
 
 
@@ -318,8 +313,8 @@ def attention(
     if num_splits > 1:
         partial_out = torch.empty(num_splits, *q.shape, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_splits, *q.shape[:2], dtype=torch.float32, device=q.device)
-    constants = {"SEQS": 1 if is_decode else triton.next_power_of_2(num_seqs), "GROUP": group}
-    constants |= {"NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "enable_fp_fusion": True}
+    constants = {"GROUP": group, "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "enable_fp_fusion": True}
+    constants["SEQS"] = 1 if is_decode else triton.next_power_of_2(num_seqs)
     attend_kernel[num_kv_heads, row_blocks, num_splits](
         q, k_pages, v_pages, out, partial_out, partial_lse, batch.page_table, batch.seq_lens, batch.cu_seqlens_q,
         head_dim**-0.5 * math.log2(math.e), num_seqs, num_tokens, table_width, split_keys,
@@ -343,11 +338,6 @@ class Problem(NamedTuple):
     batches: list[Batch]  # of the same lengths, each on other pages
     lens: list[tuple[int, int]]  # queries and keys of each sequence
 
-    def keys_of(self, batch: Batch, seq: int) -> list[torch.Tensor]:
-        """Return a contiguous copy of a sequence's keys and values, [keys, num_kv_heads, head_dim] each."""
-        pages = batch.page_table[seq].long()
-        return [of_all[pages].flatten(0, 1)[: self.lens[seq][1]] for of_all in (self.k_pages, self.v_pages)]
-
 
 def make_problem(
     lens: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, copies: int = 1
@@ -356,10 +346,9 @@ def make_problem(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_q_heads, num_kv_heads, head_dim = heads
     query_lens, seq_lens = zip(*lens, strict=True)
-    pages = [triton.cdiv(n, 16) for n in seq_lens]
-    order = torch.randperm(copies * sum(pages), device=device).to(torch.int32)
-    int32, decodes, batches = {"dtype": torch.int32, "device": device}, max(query_lens) == 1, []
-    starts = None if decodes else torch.tensor([0, *accumulate(query_lens)], **int32)
+    pages, int32, batches = [triton.cdiv(n, 16) for n in seq_lens], {"dtype": torch.int32, "device": device}, []
+    order = torch.randperm(copies * sum(pages), **int32)
+    starts = torch.tensor([0, *accumulate(query_lens)], **int32) if max(query_lens) > 1 else None
     for numbers in order.split(sum(pages)):
         table = torch.zeros(len(lens), max(pages), **int32)
         for row, owned in zip(table, numbers.split(pages), strict=True):
@@ -372,8 +361,10 @@ def make_problem(
 def reference(problem: Problem) -> torch.Tensor:
     """Compute the formula in float64, softmax(q k^T / sqrt(head_dim)) v, one sequence at a time."""
     parts, group = [], problem.q.shape[1] // problem.k_pages.shape[2]
-    for seq, q in enumerate(problem.q.double().split([n for n, _ in problem.lens])):
-        k, v = (t.double().repeat_interleave(group, 1) for t in problem.keys_of(problem.batches[0], seq))
+    queries = problem.q.double().split([n for n, _ in problem.lens])
+    for q, (_, seq_len), row in zip(queries, problem.lens, problem.batches[0].page_table.long(), strict=True):
+        both = (pages[row].flatten(0, 1)[:seq_len] for pages in (problem.k_pages, problem.v_pages))
+        k, v = (of_keys.double().repeat_interleave(group, 1) for of_keys in both)  # [keys, num_q_heads, head_dim]
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(k) - len(q))  # keys after the query's position
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
@@ -399,8 +390,8 @@ def check(dtype: torch.dtype) -> None:
             if seq_len % 16:  # what lies after a sequence must not be read
                 for pages in (problem.k_pages, problem.v_pages):
                     pages[table_row[seq_len // 16], seq_len % 16 :] = math.nan
-        result = attention(problem.q, problem.k_pages, problem.v_pages, problem.batches[0])
-        error, bound = (result.double() - reference(problem)).abs().max().item(), torch.finfo(dtype).eps * largest
+        out = attention(problem.q, problem.k_pages, problem.v_pages, problem.batches[0])
+        error, bound = (out.double() - reference(problem)).abs().max().item(), torch.finfo(dtype).eps * largest
         assert error <= bound, f"{name}: the error is {error:.1e}, more than {bound:.1e}"
         print(f"{name:32} error {error:.1e}, at most {bound:.1e}")
 
@@ -421,10 +412,9 @@ ROWS = {  # of README's table: queries and keys of each sequence
     "prefill, 8,192": [(8192, 8192)],
     "prefill, 4,096, head_dim 64": [(4096, 4096)],
     "chunk of 64 tokens on 16,384 keys": [(64, 16384)],
-    "32 decoding sequences and 2 prompts": [
-        *((1, n) for n in ragged(32, 512, 4096, 15)), *((n, n) for n in ragged(2, 64, 1024, 15)),
-    ],
-}  # fmt: skip
+    "32 decoding sequences and 2 prompts": [(1, n) for n in ragged(32, 512, 4096, 15)]
+    + [(n, n) for n in ragged(2, 64, 1024, 15)],
+}
 Call = Callable[[Batch], object] | None
 
 
@@ -435,8 +425,8 @@ def sdpa(p: Problem) -> Call:
         return None
     copies = {}
     for batch in p.batches:
-        keys = zip(*(p.keys_of(batch, seq) for seq in range(len(p.lens))), strict=True)
-        copies[id(batch)] = [torch.stack(t).transpose(1, 2).contiguous() for t in keys]
+        both = (pages[batch.page_table.long()].flatten(1, 2)[:, :seq_len] for pages in (p.k_pages, p.v_pages))
+        copies[id(batch)] = [of_keys.transpose(1, 2).contiguous() for of_keys in both]
     q = p.q.unflatten(0, (len(p.lens), q_len)).transpose(1, 2)
     options = {"is_causal": q_len > 1, "enable_gqa": True}
     return lambda batch: torch.nn.functional.scaled_dot_product_attention(q, *copies[id(batch)], **options)
@@ -496,15 +486,14 @@ def print_times(dtype: torch.dtype) -> None:
 def main() -> None:
     """Check, and print times where there is a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="by default bfloat16, on a CPU float16")
+    # Triton's interpreter computes bfloat16 wrongly.
+    dtypes = ("bfloat16", "float16") if torch.cuda.is_available() else ("float16",)
+    parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="of queries, keys and values")
     parser.add_argument("--check", action="store_true", help="check, and measure nothing")
     args = parser.parse_args()
-    has_gpu = torch.cuda.is_available()
-    if args.dtype == "bfloat16" and not has_gpu:
-        parser.error("--dtype must be float16 without a GPU, since Triton's interpreter computes bfloat16 wrongly")
-    check(getattr(torch, args.dtype or ("bfloat16" if has_gpu else "float16")))
-    if has_gpu and not args.check:
-        print_times(getattr(torch, args.dtype or "bfloat16"))
+    check(getattr(torch, args.dtype))
+    if torch.cuda.is_available() and not args.check:
+        print_times(getattr(torch, args.dtype))
 
 
 if __name__ == "__main__":
