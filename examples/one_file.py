@@ -4,8 +4,7 @@ A server keeps the keys and values of its sequences in pages. This file computes
 or float16, causal, with grouped query heads (GQA). It has two kernels: `attend_kernel` does the work, and
 `combine_kernel` joins what programs found that shared the keys of one sequence. Read it from top to bottom.
 
-    python examples/one_file.py            # check against float64; on a GPU, a table of times
-    python examples/one_file.py --check    # the check alone
+    python examples/one_file.py     # a check against float64, and on a GPU a table of times
 
 Without a GPU, Triton's interpreter runs the kernels on CPU tensors, line by line: set a breakpoint and look.
 Words: a *program* is what Triton launches many of (CUDA's thread block). An *SM* is a core that runs programs; an H200
@@ -111,7 +110,6 @@ def attend_kernel(
     BLOCK_N: tl.constexpr, FULL_TILES: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M rows of one sequence and KV head, and one split of their keys.
-
     Grid: [NUM_KV_HEADS, row blocks, splits]. Programs of one page's heads are neighbours, as the heads are in memory.
     """
     kv_head, split = tl.program_id(0), tl.program_id(2)
@@ -201,7 +199,6 @@ def combine_kernel(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program: one token and query head, whose splits it takes SPLITS at a time. Grid: [num_tokens, query heads].
-
     It is the online softmax again: the score of a split is its lse, and its value is its output. The order is that of
     the keys, whichever program was ready first, so the result is the same bit for bit each time.
     """
@@ -258,17 +255,23 @@ def device_of(tensor: torch.Tensor) -> tuple[int, int, bool]:
     return of.multi_processor_count, getattr(of, "shared_memory_per_block_optin", 64 << 10), is_hopper
 
 
-def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str, int]:
-    """Choose tiles, warps and stages for sequences of up to `num_rows` rows.
+def choose_tile(q: torch.Tensor, num_kv_heads: int, batch: Batch) -> dict[str, int]:
+    """Choose tiles, warps and stages, by the rows of the longest sequence and of the average one.
 
     Decode waits for memory, so what counts is how many bytes are on their way: 4.8 TB/s times 0.8 us of latency is
     4 MB, 29 KB for each SM of an H200. A tile of 64 keys and values is 32 KB, and two are in flight in each program.
-    Prompts wait for tensor cores. Hopper's instruction multiplies 64 rows in four warps, so 128 rows take eight warps.
+    Prompts wait for tensor cores, which multiply 64 rows in four warps of a Hopper GPU. 128 rows halve what is loaded.
     """
-    _, shared_memory, is_hopper = device_of(tensor)
-    block_m, block_n, num_warps, num_stages = (128, 128, 8, 3) if is_hopper else (64, 32, 4, 2)
-    if num_rows <= 16:
+    (_, shared_memory, is_hopper), (num_tokens, num_q_heads, head_dim) = device_of(q), q.shape
+    group = num_q_heads // num_kv_heads
+    if batch.max_query_len * group <= 16:
         block_m, block_n, num_warps, num_stages = 16, 64, 4, 3
+    elif not is_hopper:
+        block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+    elif num_tokens * group <= 256 * len(batch.seq_lens):
+        block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
+    else:
+        block_m, block_n, num_warps, num_stages = (128, 64, 4, 3) if head_dim <= 64 else (128, 128, 8, 3)
     while 2 * head_dim * (block_m + 2 * num_stages * block_n) > shared_memory and block_n > 16:  # queries, keys, values
         block_n //= 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages}
@@ -277,34 +280,32 @@ def choose_tile(tensor: torch.Tensor, num_rows: int, head_dim: int) -> dict[str,
 def choose_split(q: torch.Tensor, num_kv_heads: int, batch: Batch, tile: dict[str, int]) -> int:
     """Return the keys of a split, a multiple of BLOCK_N; at least `max_seq_len` where no keys are split.
 
-    With few programs, SMs are idle. With too many, some wait until others have ended, and each has little to do for
-    what it takes to start and to store a part. So there are as many as run at once, of 256 keys or more.
+    With few programs, SMs are idle. With too many, each has little to do for what it takes to start and to store a
+    part. So there are as many as run at once, of 256 keys or more. Where decode has that many without splits, a
+    program takes 1,024 keys at most: lengths may differ, and a long one would be waited for at the end.
     """
     num_seqs, rows = len(batch.seq_lens), batch.max_query_len * q.shape[1] // num_kv_heads
     if rows > MAX_SPLIT_ROWS.value and len(q) == num_seqs * batch.max_query_len:  # no sequence has few rows
         return batch.max_seq_len
     programs = num_seqs * num_kv_heads * triton.cdiv(min(rows, MAX_SPLIT_ROWS.value), tile["BLOCK_M"])
-    splits = max(1, (3 if tile["BLOCK_M"] == 16 else 1) * device_of(q)[0] // programs)
-    return max(256, triton.cdiv(triton.cdiv(batch.max_seq_len, splits), tile["BLOCK_N"]) * tile["BLOCK_N"])
+    at_once = device_of(q)[0] * 8 // tile["num_warps"]
+    is_full = programs >= at_once and tile["BLOCK_M"] == 16
+    keys = 1024 if is_full else triton.cdiv(batch.max_seq_len, max(1, at_once // programs))
+    return max(256, triton.cdiv(keys, tile["BLOCK_N"]) * tile["BLOCK_N"])
 
 
 def attention(
     q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]: the queries of all sequences, one after the other
-    k_pages: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim], and so is v_pages
-    v_pages: torch.Tensor,
-    batch: Batch,
-    tile: dict[str, int] | None = None,  # in place of what `choose_tile` returns, and so is split_keys
-    split_keys: int | None = None,
-) -> torch.Tensor:
+    k_pages: torch.Tensor, v_pages: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim]
+    batch: Batch, tile: dict[str, int] | None = None, split_keys: int | None = None,  # in place of what is chosen
+) -> torch.Tensor:  # fmt: skip
     """Return causal attention, as q. Nothing is read back from the device, so a CUDA graph can capture the call."""
     (num_tokens, num_q_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_pages.shape
-    if head_dim != triton.next_power_of_2(head_dim) or num_q_heads % num_kv_heads:
-        raise ValueError("head_dim must be a power of two, and num_q_heads a multiple of num_kv_heads")
-    if not all(t.is_contiguous() for t in (q, k_pages, v_pages, batch.page_table)):
-        raise ValueError("q, pages and page table must be contiguous, since the kernels compute their addresses")
+    if num_q_heads % num_kv_heads or not all(t.is_contiguous() for t in (q, k_pages, v_pages, batch.page_table)):
+        raise ValueError("q, pages and page table must be contiguous, and num_q_heads a multiple of num_kv_heads")
     (num_seqs, table_width), is_decode = batch.page_table.shape, batch.cu_seqlens_q is None
     group = num_q_heads // num_kv_heads
-    tile = tile or choose_tile(q, batch.max_query_len * group, head_dim)
+    tile = tile or choose_tile(q, num_kv_heads, batch)
     split_keys = split_keys or choose_split(q, num_kv_heads, batch, tile)
     num_splits = triton.cdiv(batch.max_seq_len, split_keys)
     row_blocks = num_seqs if is_decode else num_tokens * group // tile["BLOCK_M"] + num_seqs
@@ -486,8 +487,7 @@ def print_times(dtype: torch.dtype) -> None:
 def main() -> None:
     """Check, and print times where there is a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # Triton's interpreter computes bfloat16 wrongly.
-    dtypes = ("bfloat16", "float16") if torch.cuda.is_available() else ("float16",)
+    dtypes = ("bfloat16", "float16") if torch.cuda.is_available() else ("float16",)  # what the interpreter has
     parser.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="of queries, keys and values")
     parser.add_argument("--check", action="store_true", help="check, and measure nothing")
     args = parser.parse_args()

@@ -147,3 +147,13 @@ def test_the_tour_says_what_was_measured():
         row = measured[case]
         micros = row["floor_micros"] if library is None else row["results"][library]["micros"]
         assert float(cell) == pytest.approx(micros, abs=0.5001 * 10 ** -len(cell.partition(".")[2])), (name, case)
+
+
+def test_the_tour_says_how_fast_the_one_file_is():
+    micros = json.loads((DOCS / "results/one_file_h200.json").read_text(encoding="utf-8"))["micros"]
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for name, times in micros.items():
+        shares[name.startswith("decode")].append(times["FlashAttention 3"] / times["this file"])
+    decode, prompts = (f"{min(of):.2f}× to {max(of):.2f}×" for of in (shares[True], shares[False]))
+    sentence = f"decode runs {decode} as fast as FlashAttention 3, and prompts and chunks {prompts}"
+    assert sentence in (DOCS / "tour.md").read_text(encoding="utf-8")

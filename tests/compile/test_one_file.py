@@ -18,7 +18,7 @@ if triton.knobs.runtime.interpret:
 
 LAUNCHES = {  # queries and keys of each sequence, head_dim, and which kernels there are
     "decode": ([(1, 65536)], 128, ["attend_kernel", "combine_kernel"]),
-    "chunk": ([(64, 16384)], 128, ["attend_kernel", "combine_kernel"]),
+    "chunk": ([(80, 16384)], 128, ["attend_kernel", "combine_kernel"]),
     "prompt, heads of 64": ([(2048, 2048)], 64, ["attend_kernel"]),
 }
 MOST_SPILLED = 128  # bytes
