@@ -81,7 +81,7 @@ class Feature:
         return launch.for_cache(quire.PagedKVCache(pages.k, pages.v, k_scale=scales, v_scale=scales))
 
 
-INTERVALS, TREE = ("key_begin", "key_end"), ("tree_bits",)
+INTERVALS, TREE, CHOSEN = ("key_begin", "key_end"), ("tree_bits",), ("chosen",)
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 FEATURES = (
     *(Feature(kind, kinds=(kind,)) for kind in KINDS),
@@ -106,6 +106,7 @@ FEATURES = (
     Feature("attention sinks", {"sinks": True}),
     Feature("an interval of keys for each token", per_token=INTERVALS),
     Feature("draft trees", kinds=("draft tokens",), per_token=TREE),
+    Feature("chosen keys", per_token=CHOSEN),
     Feature("`batch_invariant=True`", options={"batch_invariant": True}),
     Feature("`num_splits=4`", options={"num_splits": 4}),
     Feature("latents of 512 + 64, bfloat16", LATENT),
@@ -114,6 +115,7 @@ FEATURES = (
     Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
     Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
     Feature("latents, an interval of keys for each token", LATENT, per_token=INTERVALS),
+    Feature("latents, chosen keys", LATENT, per_token=CHOSEN),
 )
 
 
@@ -123,8 +125,9 @@ def requests(feature: Feature, target: str) -> Iterable[Request]:
         bounds = KINDS[kind]
         limits = Bounds(bounds["max_query_len"], 4096, bounds["num_tokens"])
         properties = TARGETS[target].properties
-        seen = "key_begin" in feature.per_token, "tree_bits" in feature.per_token
-        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
+        fields = {"has_intervals": "key_begin", "has_tree": "tree_bits", "has_chosen": "chosen"}
+        seen = {name: field in feature.per_token for name, field in fields.items()}
+        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, **seen)
 
 
 @cache
@@ -178,7 +181,8 @@ def target_cell(feature: Feature, target: str) -> str:
 def cpu_cell(feature: Feature) -> str:
     """Return whether a plan for CPU tensors serves a feature, or its words where it does not."""
     table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    seen = {name: lengths.long() if name in TREE else lengths for name in feature.per_token}
+    values = {"tree_bits": lengths.long(), "chosen": quire.ChosenKeys(lengths[:, None])}
+    seen = {name: values.get(name, lengths) for name in feature.per_token}
     batch = quire.Batch(table, lengths, **seen)
     try:
         quire.plan(feature.attention_spec, batch, max_query_len=1, max_seq_len=4096, **feature.options)
@@ -310,6 +314,7 @@ ASKED = {  # what an engine may ask for: the field of the spec, or the argument 
     "outputs in e4m3": "out_scale",
     "intervals of keys": "key_begin",
     "draft trees": "tree_bits",
+    "chosen keys": "chosen",
     "values of another width": "head_dim_v",
     "quantised caches": "kv_dtype",
     "latents": "latent",

@@ -12,7 +12,7 @@ from quire.api import (
     write_kv,
     write_latent,
 )
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.compile_ahead.verbs import begin_warmup, no_compilation, warmup, workspace_size
 from quire.errors import OutOfPagesError, UnsupportedError
@@ -25,6 +25,7 @@ from quire.version import __version__ as __version__
 __all__ = [
     "AttentionSpec",
     "Batch",
+    "ChosenKeys",
     "OutOfPagesError",
     "PageAllocator",
     "PagedKVCache",

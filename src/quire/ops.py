@@ -13,7 +13,7 @@ from quire import log
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Bounds
-from quire.errors import describe
+from quire.errors import UnsupportedError, describe
 from quire.launch_codec import decode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Asked, Plan, plan_again
@@ -58,8 +58,13 @@ def attention(
 
     Raises:
         TypeError: the plan is not from `quire.plan`.
+        UnsupportedError: the plan's batch has chosen keys.
     """
     batch, bounds, asked = plan.batch, plan.bounds, plan.asked
+    if batch.chosen is not None:
+        raise UnsupportedError(
+            "plan must be of a batch without chosen keys under torch.compile, got some; call attention eagerly"
+        )
     if asked is None:
         raise TypeError(f"plan must be from `quire.plan` under torch.compile, got {describe(plan)}; call it eagerly")
     q, q_pe = q if isinstance(q, tuple) else (q, None)

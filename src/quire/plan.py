@@ -298,7 +298,7 @@ def decide_launch(
     """Return the launch for what `plan` was asked, whose arguments were checked, and the reason."""
     device = batch.device
     properties = device_properties(device)
-    has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
+    has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None, batch.chosen is not None
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has)

@@ -68,7 +68,11 @@ def check_attention(
             and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
             and batch.paged is (cache.layout != "THD")
             and (batch.max_tokens is None or num_tokens <= batch.max_tokens)
-            and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
+            and (
+                batch.table_width is None
+                or batch.table_width * cache.page_size >= bounds.max_seq_len
+                or (batch.chosen is not None and batch.chosen.are_slots)
+            )
             and (_is_per_head(sinks, first) if spec.sinks else sinks is None)
             and (_is_per_head(alibi_slopes, first) if spec.alibi else alibi_slopes is None)
             and not (first.requires_grad and torch.is_grad_enabled())
@@ -133,9 +137,8 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
             f"plan with num_tokens={q.shape[0]}"
         )
     if batch.max_tokens is not None and q.shape[0] > batch.max_tokens:
-        name = "key_begin" if batch.tree_bits is None else "tree_bits"
         raise ValueError(
-            f"{name} must have an entry for each of q's {q.shape[0]} tokens, got {batch.max_tokens}; "
+            f"{batch.per_token} must have an entry for each of q's {q.shape[0]} tokens, got {batch.max_tokens}; "
             "give it one for each token of the step"
         )
     if batch.paged and cache.layout == "THD":
@@ -148,7 +151,8 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
             f"cache must be of layout THD, as the plan's batch has no pages, got {cache.layout}; "
             "give the batch a page table"
         )
-    if batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
+    has_slots = batch.chosen is not None and batch.chosen.are_slots
+    if not has_slots and batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
         raise ValueError(
             f"page_table must cover max_seq_len = {bounds.max_seq_len} keys, got {batch.table_width} pages of "
             f"{cache.page_size}; widen the table or plan with the true bound"

@@ -21,6 +21,7 @@ from quire.cache import PagedKVCache
 from quire.cli import check_grid
 from quire.cli.arguments import CommandError, add_card, add_grid, check_seed, run_code_of
 from quire.cli.check_features import (
+    CHOSEN_FEATURES,
     FEATURES,
     HEADS,
     HOPPER_FEATURES,
@@ -164,6 +165,8 @@ def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     served = [feature for feature in FEATURES + LATENT_FEATURES if not (feature.plan and is_served_by_torch(device))]
     if device.type != "cuda":
         served = [feature for feature in served if not feature.captured]
+    if is_served_by_torch(device):
+        served += CHOSEN_FEATURES
     if device_properties(device).has_wgmma and dtype.itemsize == 2:
         served += HOPPER_FEATURES + LATENT_HOPPER_FEATURES
     return served

@@ -10,6 +10,7 @@ import torch
 from quire import draft_trees, intervals
 from quire.batch import Batch
 from quire.spec import AttentionSpec
+from quire.testing import random_chosen
 
 
 class SpecOptions(TypedDict, total=False):
@@ -180,6 +181,34 @@ LATENT_FEATURES = (
     Feature("MLA: fp8 e4m3 output", LATENTS, DRAFTS, out_scale=0.02),
     Feature("MLA: new tokens", LATENTS, DRAFTS, append=True),
     Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),
+)
+
+BY_HAND: SpecOptions = {"causal": False}  # slots have no positions: lists say what is seen
+CHOSEN_FEATURES = (
+    Feature("chosen keys", problem={"per_token": partial(random_chosen, width=40)}),
+    Feature("chosen keys, counted", problem={"per_token": partial(random_chosen, width=40, num_lists=2, counted=True)}),
+    Feature(
+        "chosen regions of 8", {"sinks": True}, problem={"per_token": partial(random_chosen, width=5, block_size=8)}
+    ),
+    Feature(
+        "chosen slots", BY_HAND, problem={"per_token": partial(random_chosen, width=40, causal=False, slots_of=16)}
+    ),
+    Feature(
+        "chosen blocks, fp8 cache, HND",
+        FP8,
+        problem={"per_token": partial(random_chosen, width=3, num_lists=2, block_size=16), "layout": "HND"},
+    ),
+    Feature("MLA: chosen keys", LATENTS | {"sinks": True}, problem={"per_token": partial(random_chosen, width=40)}),
+    Feature(
+        "MLA: chosen slots, fp8_ds_mla",
+        DEEPSEEK | FP8 | BY_HAND,
+        DRAFTS,
+        problem={
+            "page_size": 64,
+            "layout": "fp8_ds_mla",
+            "per_token": partial(random_chosen, width=80, causal=False, slots_of=64),
+        },
+    ),
 )
 
 PROMPTS = ((150, 150), (33, 300), (1, 0), (1, 70), (130, 131))

@@ -51,6 +51,7 @@ class Request:
         has_intervals: whether the batch has `key_begin`.
         has_tree: whether the batch has `tree_bits`.
         has_flat_table: whether the batch has `cu_pages`.
+        has_chosen: whether the batch has `chosen`.
     """
 
     spec: AttentionSpec
@@ -61,6 +62,7 @@ class Request:
     has_intervals: bool = False
     has_tree: bool = False
     has_flat_table: bool = False
+    has_chosen: bool = False
 
     @property
     def is_ragged(self) -> bool:
@@ -86,6 +88,8 @@ class Request:
     @property
     def per_token(self) -> str | None:
         """What the batch says of each token instead of the spec's band, in words; None if nothing."""
+        if self.has_chosen:
+            return "chosen keys"
         return "draft trees" if self.has_tree else "intervals of keys" if self.has_intervals else None
 
 

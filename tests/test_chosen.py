@@ -1,0 +1,389 @@
+"""Lists of chosen keys: what they mean, what is checked, what the CPU path computes, and what refuses them."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import quire
+import quire.debug
+from quire import ops, reference, targets
+from quire.dispatch.device import is_served_by_torch
+from quire.dispatch.request import Bounds, Options, Request
+from quire.plan import decide
+from quire.testing import check_batch, error_budget, make_problem, random_chosen, unwritten
+from tests import numpy_oracle
+
+HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
+LENS = ((1, 60), (9, 9), (4, 40), (0, 9), (1, 0), (20, 70))
+MLA = {"num_q_heads": 3, "softmax_scale": 0.2}
+SMALL = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+LISTS = {
+    "one list": {"width": 12},
+    "a list for each head": {"width": 12, "num_lists": 2},
+    "counted": {"width": 12, "counted": True},
+    "counted for each head": {"width": 12, "num_lists": 2, "counted": True},
+    "regions of 8": {"width": 4, "block_size": 8},
+    "blocks across pages": {"width": 3, "num_lists": 2, "block_size": 24},
+    "slots": {"width": 12, "slots_of": 16},
+    "blocks of slots": {"width": 5, "num_lists": 2, "block_size": 4, "slots_of": 16},
+    "wide": {"width": 100},
+    "no entries": {"width": 0},
+}
+by_torch = pytest.mark.skipif(
+    not is_served_by_torch(torch.device("cpu")), reason="in Triton's interpreter the kernels serve CPU tensors"
+)
+
+
+def int32(*entries):
+    return torch.tensor(entries, dtype=torch.int32)
+
+
+def make_spec(**fields):
+    return quire.AttentionSpec(**HEADS | {"dtype": torch.float32} | fields)
+
+
+def make(spec, lens=LENS, *, width=12, **options):
+    names = ("num_lists", "block_size", "counted", "slots_of")
+    lists = {name: options.pop(name) for name in names if name in options}
+    return make_problem(
+        spec, lens, per_token=partial(random_chosen, width=width, causal=spec.causal, **lists), **options
+    )
+
+
+def attend(p, **options):
+    return quire.attention(p.q, p.cache, quire.plan(p.spec, p.batch, **p.bounds), **p.tables | options)
+
+
+def alone(p, token, head):
+    """Return the numbers of a token's list for a head, as NumPy's oracle attends to them in a cache of their own."""
+    batch, chosen, spec = p.batch, p.batch.chosen, p.spec
+    kv_head = head // spec.group_size
+    entries = chosen.indices[token] if chosen.indices.dim() == 2 else chosen.indices[token, kv_head % chosen.num_lists]
+    if chosen.lens is not None:
+        lens = chosen.lens[token]
+        entries = entries[: int(lens if lens.dim() == 0 else lens[kv_head])]
+    seq = max(s for s in range(batch.num_seqs) if int(batch.query_starts[s]) <= token and p.query_lens[s])
+    position = p.seq_lens[seq] - int(batch.query_starts[seq + 1]) + token
+    keys = [int(e) * chosen.block_size + j for e in entries if e >= 0 for j in range(chosen.block_size)]
+    size = p.cache.page_size
+    if chosen.are_slots:
+        slots = keys
+    else:
+        keys = [key for key in keys if key < p.seq_lens[seq] and (key <= position or not spec.causal)]
+        slots = [int(batch.page_table[seq, key // size]) * size + key % size for key in keys]
+    table = torch.tensor([slots], dtype=torch.int32).view(1, -1)
+    tokens = quire.PagedKVCache(p.cache.k.flatten(0, 1)[:, None], p.cache.v.flatten(0, 1)[:, None])
+    named = quire.Batch(table, int32(len(slots)), int32(0, 1))
+    query = p.q[token : token + 1]
+    out, lse = numpy_oracle.attention(query, tokens, named, replace(spec, causal=False), p.sinks)
+    return torch.from_numpy(out[0, head]), float(lse[0, head])
+
+
+@pytest.mark.parametrize("lists", LISTS)
+def test_the_oracle_attends_to_what_lists_name(lists):
+    p = make(make_spec(sinks=True, softcap=4.0, causal="slots_of" not in LISTS[lists]), LENS[:4], **LISTS[lists])
+    out, lse = reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables)
+    for token in range(p.q.shape[0]):
+        for head in (0, 2, 3, 5):
+            expected, expected_lse = alone(p, token, head)
+            torch.testing.assert_close(out[token, head], expected, rtol=1e-9, atol=1e-9)
+            assert float(lse[token, head]) == pytest.approx(expected_lse)
+
+
+@by_torch
+@pytest.mark.parametrize(
+    ("lists", "causal"), [(x, causal) for x in LISTS for causal in (True, False) if not (causal and "slots" in x)]
+)
+def test_the_cpu_path_is_within_the_budget(lists, causal):
+    p = make(make_spec(causal=causal), **LISTS[lists])
+    check_batch(p.batch, p.cache, writes=False)
+    assert error_budget(p, attend(p, return_lse=True)).passed
+
+
+@by_torch
+@pytest.mark.parametrize("lists", ["a list for each head", "blocks of slots"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"page_size": 1},
+        {"page_size": 7, "layout": "HND"},
+        {"layout": "HDNX"},
+        {"flat_table": True},
+        {"kv_dtype": torch.float8_e4m3fn, "layout": "HND"},
+        {"kv_dtype": torch.int8, "scales": "token"},
+    ],
+)
+def test_caches_of_every_kind_are_read(lists, dtype, cache):
+    cache, options = dict(cache), dict(LISTS[lists])
+    if "slots_of" in options:
+        options |= {"slots_of": cache.get("page_size", 16), "block_size": 1}
+    kv = {"kv_dtype": cache.pop("kv_dtype")} if "kv_dtype" in cache else {}
+    p = make(make_spec(dtype=dtype, causal="slots_of" not in options, sinks=True, **kv), **options | cache)
+    state = attend(p, return_lse=True)
+    assert error_budget(p, state).passed and error_budget(p, attend(p)).passed
+
+
+@by_torch
+@pytest.mark.parametrize(
+    ("fields", "layout"),
+    [
+        (SMALL | {"dtype": torch.float32}, "NHD"),
+        ({"qk_rope_head_dim": 0, "kv_lora_rank": 32, "dtype": torch.float16}, "NHD"),
+        (SMALL | {"kv_dtype": torch.float8_e4m3fn}, "NHD"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "fp8_ds_mla"),
+    ],
+)
+@pytest.mark.parametrize("lists", ["counted", "slots"])
+def test_latents_are_read(fields, layout, lists):
+    spec = replace(quire.AttentionSpec.mla(**MLA | fields), causal="slots_of" not in LISTS[lists], sinks=True)
+    p = make(spec, layout=layout, **LISTS[lists])
+    state = quire.attention(p.halves, p.cache, quire.plan(spec, p.batch, **p.bounds), **p.tables, return_lse=True)
+    assert error_budget(p, state).passed
+
+
+@by_torch
+def test_a_row_without_keys_has_out_0_and_lse_minus_infinity():
+    spec = make_spec()
+    p = make(spec, ((2, 20), (1, 0)))
+    p.batch.chosen.indices.fill_(-5)
+    p.batch.chosen.indices[2] = 3  # of a padding row, once
+    p.batch.chosen.indices[2, 1:] = -1
+    for state in (attend(p, return_lse=True), reference.attention(p.q, p.cache, p.batch, spec)):
+        assert not state.out.any() and bool((state.lse == -torch.inf).all())
+
+
+@by_torch
+def test_rows_of_no_sequence_are_left_as_they_are():
+    p = make(make_spec(), ((1, 20), (3, 30)))
+    q = torch.cat([p.q, p.q])
+    chosen = replace(p.batch.chosen, indices=p.batch.chosen.indices.repeat(2, 1))
+    plan = quire.plan(p.spec, replace(p.batch, chosen=chosen), **p.bounds | {"num_tokens": 8})
+    out = torch.full_like(q, 7.0)
+    quire.attention(q, p.cache, plan, out=out)
+    assert bool((out[4:] == 7).all()) and torch.equal(out[:4], attend(p))
+
+
+@by_torch
+def test_large_lists_are_computed_in_steps(monkeypatch):
+    p = make(make_spec(), num_lists=2)
+    whole = attend(p, return_lse=True)
+    monkeypatch.setattr("quire.kernels.cpu.attention.tokens_at_once", lambda numbers: 3)
+    monkeypatch.setattr("quire.checks.batch.tokens_at_once", lambda numbers: 3)
+    parts = attend(p, return_lse=True)
+    torch.testing.assert_close(parts.out, whole.out)
+    torch.testing.assert_close(parts.lse, whole.lse)
+
+
+@by_torch
+def test_strided_lists_and_a_column_of_counts_are_read_where_they_are():
+    p = make(make_spec(), counted=True, num_lists=2)
+    chosen = p.batch.chosen
+    heads_first = torch.cat([chosen.indices, chosen.lens[..., None]], -1).transpose(0, 1).contiguous()
+    views = quire.ChosenKeys(heads_first.transpose(0, 1)[..., :-1], heads_first.transpose(0, 1)[..., -1])
+    assert views.indices.data_ptr() == heads_first.data_ptr()
+    q = replace(p, batch=replace(p.batch, chosen=views))
+    assert torch.equal(attend(q), attend(p))
+
+
+@by_torch
+def test_new_tokens_are_written_before_lists_are_read():
+    p = make(make_spec(), ((1, 60), (4, 40)), width=60)
+    cache, new = unwritten(p)
+    assert error_budget(p, attend(replace(p, cache=cache), **new)).passed
+
+
+@by_torch
+def test_an_output_in_e4m3_is_rounded_once():
+    p = make(make_spec(), num_lists=2)
+    scale = torch.tensor([0.02])
+    assert error_budget(replace(p, out_scale=scale), attend(p, out_scale=scale)).passed
+
+
+@by_torch
+def test_two_lists_in_one_softmax_are_merged():
+    """DeepSeek V4: a window, and compressed keys."""
+    spec = make_spec(sinks=True)
+    p = make(spec, LENS, width=30)
+    whole = attend(p, return_lse=True)
+    halves = [replace(p.batch.chosen, indices=part) for part in p.batch.chosen.indices.split([11, 19], 1)]
+    specs = spec, replace(spec, sinks=False)
+    plans = [
+        quire.plan(spec, replace(p.batch, chosen=half), **p.bounds) for spec, half in zip(specs, halves, strict=True)
+    ]
+    state = quire.union_attention(p.q, p.cache, plans, sinks=p.sinks, return_lse=True)
+    assert error_budget(p, whole).passed and error_budget(p, state).passed
+
+
+CHOSEN = torch.zeros(2, 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([[0, 1]],), TypeError, "indices must be a tensor with strides"),
+        ((CHOSEN.long(),), TypeError, "indices must be int32, got torch.int64"),
+        ((CHOSEN[0],), ValueError, r"indices must be \[num_tokens, width\]"),
+        ((CHOSEN[:, :0, None],), ValueError, r"indices must be \[num_tokens, width\]"),
+        ((CHOSEN.t(),), ValueError, "indices must have a contiguous last dimension"),
+        ((CHOSEN, [4, 4]), TypeError, "lens must be a tensor with strides"),
+        ((CHOSEN, torch.zeros(2)), TypeError, "lens must be int32, got torch.float32"),
+        ((CHOSEN, int32(1, 2, 3)), ValueError, r"lens must be \[2\], as there are lists, got \[3\]"),
+        ((CHOSEN, int32(1, 2)[:, None]), ValueError, r"lens must be \[2\], as there are lists"),
+        ((CHOSEN[:, None], torch.zeros(2, 3).int()), ValueError, r"lens must be \[2\] or \[2, 1\]"),
+        ((CHOSEN, None, 0), ValueError, "block_size must be from 1"),
+        ((CHOSEN, None, 8.0), TypeError, "block_size must be an integer"),
+        ((CHOSEN, None, 1, 1), TypeError, "are_slots must be True or False"),
+        ((CHOSEN, torch.zeros(2, device="meta").int()), ValueError, "lens must be on indices' device cpu"),
+    ],
+)
+def test_lists_are_checked(arguments, error, message):
+    with pytest.raises(error, match=message):
+        quire.ChosenKeys(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"chosen": CHOSEN}, TypeError, "chosen must be ChosenKeys, got a int32 tensor"),
+        ({"key_begin": int32(0, 0), "key_end": int32(1, 1)}, ValueError, "key_begin must be left out where chosen"),
+        ({"tree_bits": torch.zeros(2).long()}, ValueError, "tree_bits must be left out where chosen is given"),
+        (
+            {"page_table": torch.zeros(2, 1).int(), "paged": False},
+            quire.UnsupportedError,
+            "where paged=False, got some",
+        ),
+        ({"chosen": quire.ChosenKeys(CHOSEN[:1])}, ValueError, "chosen must have a row for each of 2 sequences, got 1"),
+        ({"chosen": quire.ChosenKeys(CHOSEN.to("meta"))}, ValueError, "chosen must be on page_table's device cpu"),
+    ],
+)
+def test_a_batch_with_lists_is_checked(fields, error, message):
+    sound = {"page_table": torch.zeros(2, 3).int(), "seq_lens": int32(9, 9), "chosen": quire.ChosenKeys(CHOSEN)}
+    with pytest.raises(error, match=message):
+        quire.Batch(**sound | fields)
+
+
+def make_batch(indices=CHOSEN, *, lens=None, **options):
+    chosen = quire.ChosenKeys(indices, lens, **options)
+    return quire.Batch(torch.tensor([[1, 2], [3, -1]]).int(), int32(9, 5), chosen=chosen)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "error", "message"),
+    [
+        ({}, make_batch(CHOSEN[:, None].expand(2, 3, 4)), ValueError, "one for each of 2 KV heads, got 3"),
+        ({}, make_batch(are_slots=True), ValueError, "causal must be False where chosen has slots"),
+        ({"sliding_window": 4}, make_batch(), ValueError, "sliding_window must be left out where the batch has chosen"),
+        ({"alibi": True}, make_batch(), quire.UnsupportedError, "alibi must be False where the batch has chosen"),
+    ],
+)
+def test_lists_must_fit_the_spec(spec, batch, error, message):
+    with pytest.raises(error, match=message):
+        quire.plan(make_spec(**spec), batch, max_query_len=1, max_seq_len=9)
+
+
+ROWS = torch.tensor([[0, 3, -1, 8], [4, 0, -1, -1]]).int()
+TABLE = torch.tensor([[1, 2], [3, -1]]).int()
+
+
+@by_torch
+@pytest.mark.parametrize(
+    ("lists", "table", "message"),
+    [
+        (
+            {"indices": torch.tensor([[0, 3, 1, 8], [4, 2, -1, 4]]).int()},
+            TABLE,
+            "got 4 twice for token 1; a key counts",
+        ),
+        ({"lens": int32(4, 5)}, TABLE, "lens must be from 0 to the lists' 4 entries, got 5 for token 1"),
+        ({"lens": int32(-1, 2)}, TABLE, "lens must be from 0 to the lists' 4 entries, got -1 for token 0"),
+        ({"indices": ROWS * 8, "are_slots": True}, TABLE, "chosen must name slots below .* = 32, got 64 for token 0"),
+        ({}, TABLE[:, :1], "page_table must cover sequence 0's chosen keys, got 1 entries of pages of 8 for key 8"),
+        ({}, torch.tensor([[1, 7], [3, 1]]).int(), "page_table must hold pages 0 to 3, got 7 for sequence 0"),
+        ({"indices": ROWS * 2}, TABLE, "chosen must name keys of the sequence's 9, got entry 16 of 1 for token 0"),
+    ],
+)
+def test_contents_of_lists_are_checked(lists, table, message):
+    cache = quire.PagedKVCache.empty(make_spec(), 4, 8)
+    batch = quire.Batch(table, int32(9, 5), chosen=quire.ChosenKeys(**{"indices": ROWS} | lists))
+    with pytest.raises(ValueError, match=message):
+        check_batch(batch, cache, writes=False)
+
+
+@by_torch
+def test_attention_refuses_lists_before_it_writes():
+    spec = make_spec()
+    cache = quire.PagedKVCache.empty(spec, 4, 8)
+    batch = quire.Batch(TABLE, int32(9, 5), chosen=quire.ChosenKeys(ROWS.clone().fill_(2)))
+    plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=9)
+    out = torch.full((2, 6, 16), 7.0)
+    with pytest.raises(ValueError, match="chosen must name no entry twice in a list, got 2 twice for token 0"):
+        quire.attention(torch.randn(2, 6, 16), cache, plan, out=out)
+    assert bool((out == 7).all())
+    with pytest.raises(ValueError, match="chosen must have an entry for each of q's 3 tokens, got 2"):
+        quire.attention(torch.randn(3, 6, 16), cache, replace(plan, bounds=replace(plan.bounds, num_tokens=3)))
+
+
+@by_torch
+def test_keys_after_the_end_of_a_sequence_are_left_out():
+    p = make(make_spec(), ((1, 20), (1, 11)), block_size=8, width=4)
+    p.batch.chosen.indices.copy_(int32(0, 1, 2, -1))
+    for stored in (p.cache.k, p.cache.v):
+        stored.normal_()
+    state = attend(p, return_lse=True)
+    p.batch.chosen.indices.copy_(int32(2, 5, 0, 1))
+    assert torch.isfinite(state.lse).all() and error_budget(p, attend(p, return_lse=True)).passed
+    torch.testing.assert_close(attend(p), state.out)
+
+
+def test_a_list_is_printed_without_a_look_at_it():
+    chosen = quire.ChosenKeys(CHOSEN, block_size=8)
+    assert repr(chosen) == ("ChosenKeys(indices=a int32 tensor of shape [2, 4], block_size=8, are_slots=False)")
+    assert str(chosen) == "lists of at most 4 blocks of 8"
+    assert "chosen=a value of type ChosenKeys" in repr(make_batch())
+
+
+# What does not serve lists refuses them by name.
+
+
+def test_a_shared_prefix_refuses_lists():
+    with pytest.raises(quire.UnsupportedError, match="batch must have no chosen keys with shared_prefix"):
+        quire.plan(make_spec(), make_batch(), max_query_len=1, max_seq_len=9, shared_prefix=4)
+
+
+@pytest.mark.parametrize("rule", ["interval", "tree"])
+def test_intervals_and_trees_refuse_a_batch_with_lists(rule):
+    with pytest.raises(ValueError, match="must be left out where chosen is given"):
+        if rule == "interval":
+            quire.intervals.causal(make_batch(), 2)
+        else:
+            quire.draft_trees.windowed(make_batch(), torch.ones(2, dtype=torch.int64), 4)
+
+
+@by_torch
+def test_a_recording_refuses_lists(tmp_path):
+    p = make(make_spec(), LENS[:2])
+    with (
+        pytest.raises(quire.UnsupportedError, match="plan must be of a batch without chosen keys while a call is rec"),
+        quire.debug.record(tmp_path / "call"),
+    ):
+        attend(p)
+
+
+@by_torch
+def test_operators_refuse_lists():
+    p = make(make_spec(), LENS[:2])
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    with pytest.raises(quire.UnsupportedError, match="plan must be of a batch without chosen keys under torch"):
+        ops.attention(p.q, p.cache, plan, torch.empty_like(p.q), None, None, None, None)
+
+
+@pytest.mark.parametrize("kernel", ["mla_hopper", "mla", "hopper", "portable"])
+def test_kernels_of_other_families_refuse_lists(kernel):
+    latent = quire.AttentionSpec.mla(**MLA | SMALL)
+    spec = latent if kernel.startswith("mla") else make_spec(dtype=torch.float16)
+    request = Request(spec, 2, True, Bounds(1, 9, 2), targets.TARGETS["sm90"].properties, has_chosen=True)
+    with pytest.raises(quire.UnsupportedError, match=f"got '{kernel}', which does not serve chosen keys"):
+        decide(request, Options(kernel=kernel))
