@@ -426,7 +426,7 @@ def make_batch(flat: bool = False) -> tuple[Callable, dict[str, Any]]:
     batch = make_problem(SPEC, LENS, page_size=4, flat_table=flat).batch
     tensors = dict(page_table=batch.page_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q)
     arguments = tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
-    return quire.Batch, arguments | dict(key_begin=None, key_end=None, tree_bits=None)
+    return quire.Batch, arguments | dict(key_begin=None, key_end=None, tree_bits=None, chosen=None)
 
 
 def make_batch_with_intervals() -> tuple[Callable, dict[str, Any]]:
@@ -437,6 +437,22 @@ def make_batch_with_intervals() -> tuple[Callable, dict[str, Any]]:
 def make_batch_with_a_tree() -> tuple[Callable, dict[str, Any]]:
     function, arguments = make_batch()
     return function, arguments | dict(key_begin=int32(3, 0, 1, 2), tree_bits=torch.tensor([1, 1, 3, 5]))
+
+
+def make_batch_with_chosen_keys() -> tuple[Callable, dict[str, Any]]:
+    function, arguments = make_batch()
+    return function, arguments | dict(chosen=quire.ChosenKeys(**make_chosen_keys()[1]))
+
+
+def make_chosen_keys() -> tuple[Callable, dict[str, Any]]:
+    indices = torch.tensor([[[0, 2], [1, 3]], [[0, -1], [2, 0]], [[-1, 0], [1, 0]], [[1, 2], [0, 9]]]).int()
+    arguments = dict(indices=indices, lens=torch.tensor([[2, 1], [2, 2], [2, 2], [0, 1]]).int())
+    return quire.ChosenKeys, arguments | dict(block_size=2, are_slots=False)
+
+
+def confirm_chosen_keys(a: dict[str, Any], chosen: Any) -> bool:
+    p = paged_problem()
+    return run(dataclasses.replace(p, batch=dataclasses.replace(p.batch, chosen=chosen)))
 
 
 def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
@@ -872,6 +888,8 @@ CALLS = {
     "Batch": Call(make_batch, confirm_batch),
     "Batch, intervals": Call(make_batch_with_intervals, confirm_batch),
     "Batch, a tree": Call(make_batch_with_a_tree, confirm_batch),
+    "Batch, chosen keys": Call(make_batch_with_chosen_keys, confirm_batch),
+    "ChosenKeys": Call(make_chosen_keys, confirm_chosen_keys),
     "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
     "Batch.varlen": Call(make_varlen, confirm_varlen),
     "write_kv": Call(make_write, confirm_write),
@@ -940,7 +958,7 @@ def contents(value: Any) -> Any:
         return [contents(x) for x in (value.k, value.v, value.k_scale, value.v_scale)]
     if isinstance(value, quire.Plan):
         return contents(value.batch)
-    if isinstance(value, quire.Batch):
+    if isinstance(value, quire.Batch | quire.ChosenKeys):
         return [contents(getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
         return [contents(x) for x in value.values()]

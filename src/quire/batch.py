@@ -326,8 +326,8 @@ class Batch:
         """
         if check_vector("cu_seqlens_k", cu_seqlens_k).shape[0] == 0:
             raise ValueError("cu_seqlens_k must begin with 0, got no entries; it has one entry more than sequences")
-        seen = {"key_begin": key_begin, "key_end": key_end, "tree_bits": tree_bits}
-        return cls(cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q, paged=False, **seen)
+        lengths = cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q
+        return cls(*lengths, paged=False, key_begin=key_begin, key_end=key_end, tree_bits=tree_bits)
 
 
 def check_vector(name: str, value: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
