@@ -11,7 +11,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,9 @@ def requests(feature: Feature, target: str) -> Iterable[Request]:
         bounds = KINDS[kind]
         limits = Bounds(bounds["max_query_len"], 4096, bounds["num_tokens"])
         properties = TARGETS[target].properties
-        fields = {"has_intervals": "key_begin", "has_tree": "tree_bits", "has_chosen": "chosen"}
-        seen = {name: field in feature.per_token for name, field in fields.items()}
-        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, **seen)
+        seen = "key_begin" in feature.per_token, "tree_bits" in feature.per_token
+        request = Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
+        yield replace(request, chosen=(1, False, False)) if feature.per_token == CHOSEN else request
 
 
 @cache

@@ -97,6 +97,11 @@ class ChosenKeys:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What a kernel is compiled for: `block_size`, `are_slots`, and whether there are `lens`."""
+        return self.block_size, self.are_slots, self.lens is not None
+
     def __repr__(self) -> str:
         return shown(self, *(field.name for field in fields(self) if field.init))
 

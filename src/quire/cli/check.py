@@ -162,11 +162,13 @@ def until_failure(checks: Iterable[Check]) -> Iterator[Check]:
 
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return the features that a device serves in a dtype; PyTorch takes no options of a plan."""
-    served = [feature for feature in FEATURES + LATENT_FEATURES if not (feature.plan and is_served_by_torch(device))]
+    served = [
+        feature
+        for feature in FEATURES + LATENT_FEATURES + CHOSEN_FEATURES
+        if not (feature.plan and is_served_by_torch(device))
+    ]
     if device.type != "cuda":
         served = [feature for feature in served if not feature.captured]
-    if is_served_by_torch(device):
-        served += CHOSEN_FEATURES
     if device_properties(device).has_wgmma and dtype.itemsize == 2:
         served += HOPPER_FEATURES + LATENT_HOPPER_FEATURES
     return served

@@ -51,7 +51,7 @@ class Request:
         has_intervals: whether the batch has `key_begin`.
         has_tree: whether the batch has `tree_bits`.
         has_flat_table: whether the batch has `cu_pages`.
-        has_chosen: whether the batch has `chosen`.
+        chosen: `ChosenKeys.kind` of the batch's `chosen`; None without it.
     """
 
     spec: AttentionSpec
@@ -62,7 +62,7 @@ class Request:
     has_intervals: bool = False
     has_tree: bool = False
     has_flat_table: bool = False
-    has_chosen: bool = False
+    chosen: tuple[int, bool, bool] | None = None
 
     @property
     def is_ragged(self) -> bool:
@@ -88,7 +88,7 @@ class Request:
     @property
     def per_token(self) -> str | None:
         """What the batch says of each token instead of the spec's band, in words; None if nothing."""
-        if self.has_chosen:
+        if self.chosen is not None:
             return "chosen keys"
         return "draft trees" if self.has_tree else "intervals of keys" if self.has_intervals else None
 

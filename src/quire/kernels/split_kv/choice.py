@@ -33,7 +33,7 @@ def rounded(request: Request) -> tuple[int, float, int, int]:
 
 def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str] | str:
     """Return a launch of one of the portable kernels and the reason; or, in words, what they do not serve."""
-    if request.has_chosen:
+    if request.chosen is not None:
         return "chosen keys"
     return "latents" if request.spec.latent else choose(request, options)
 
