@@ -356,11 +356,13 @@ def page() -> str:
             *([label, *(engine_cell(e, name) for e in names)] for label, name in ASKED.items()),
         ],
     )
+    unchosen = [f for f in FEATURES if f.per_token != CHOSEN]
     return TEXT.format(
         num_targets=len(TARGETS),
         targets=", ".join(TARGETS),
-        keys_and_values=kernels_table([f for f in FEATURES if not f.attention_spec.latent]),
-        latents=kernels_table([f for f in FEATURES if f.attention_spec.latent]),
+        keys_and_values=kernels_table([f for f in unchosen if not f.attention_spec.latent]),
+        latents=kernels_table([f for f in unchosen if f.attention_spec.latent]),
+        chosen=kernels_table([f for f in FEATURES if f.per_token == CHOSEN]),
         by_target=targets_table(),
         messages=table(["request", "error"], ((name, words) for name, words in refused if words is not None)),
         by_engine=by_engine,
@@ -396,6 +398,9 @@ Other cells name the targets or the batches that are served, or say what the ker
 ### Latents
 
 {latents}
+### Chosen keys
+
+{chosen}
 ## Features and targets
 
 The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.

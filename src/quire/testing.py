@@ -237,7 +237,7 @@ def random_chosen(
                     first = entries * block_size
                     entries = (row[first // slots_of].long() * slots_of + first % slots_of) // block_size
                 indices[token, i, torch.randperm(room, generator=generator)[:count]] = entries.int()
-                indices[token, i, room:] = (1 << 31) - 1
+                indices[token, i, room::2], indices[token, i, room + 1 :: 2] = 0, (1 << 31) - 1
     counts = lens if counted else None
     if num_lists is None:
         indices, counts = indices[:, 0], None if counts is None else counts[:, 0]

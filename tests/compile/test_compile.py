@@ -968,6 +968,26 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 
 @pytest.mark.parametrize(
     ("target", "features"),
+    [
+        (target, features)
+        if (target, features) in (("sm86", "tokens"), ("sm90", "slots of records"), ("gfx942", "blocks"))
+        else extended(target, features)
+        for target in TARGETS
+        for features in launches.CHOSEN
+    ],
+)
+def test_attention_to_chosen_keys_compiles_and_fits(target, features):
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.attend_to_chosen(features)
+    (kernel,) = compiled
+    assert plan.kernel == "chosen" and kernel.kernel.startswith("chosen_")
+    assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
+    if target in NO_SPILLS:
+        assert kernel.spills <= BY_CHOICE, kernel
+
+
+@pytest.mark.parametrize(
+    ("target", "features"),
     [extended("sm80", "bfloat16"), extended("sm89", "e4m3"), ("sm90", "bfloat16"), extended("gfx942", "bfloat16")],
 )
 def test_batch_invariant_attention_over_latents_fits(target, features):

@@ -21,7 +21,6 @@ from quire.cache import PagedKVCache
 from quire.cli import check_grid
 from quire.cli.arguments import CommandError, add_card, add_grid, check_seed, run_code_of
 from quire.cli.check_features import (
-    CHOSEN_FEATURES,
     FEATURES,
     HEADS,
     HOPPER_FEATURES,
@@ -162,11 +161,7 @@ def until_failure(checks: Iterable[Check]) -> Iterator[Check]:
 
 def features(device: torch.device, dtype: torch.dtype) -> list[Feature]:
     """Return the features that a device serves in a dtype; PyTorch takes no options of a plan."""
-    served = [
-        feature
-        for feature in FEATURES + LATENT_FEATURES + CHOSEN_FEATURES
-        if not (feature.plan and is_served_by_torch(device))
-    ]
+    served = [feature for feature in FEATURES + LATENT_FEATURES if not (feature.plan and is_served_by_torch(device))]
     if device.type != "cuda":
         served = [feature for feature in served if not feature.captured]
     if device_properties(device).has_wgmma and dtype.itemsize == 2:
