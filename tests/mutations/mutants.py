@@ -58,7 +58,7 @@ IN_INTERPRETER = {
     ),
     "the list of another KV head": Mutant(
         "kernels/chosen/kernel.py",
-        "at * lists.token + kv_head * lists.head",
+        "at * lists.token + far_head * lists.head",
         "at * lists.token",
         CHOSEN + "rows_see_what_lists_name[a list for each head-True]",
     ),

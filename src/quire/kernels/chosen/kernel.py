@@ -30,10 +30,8 @@ from quire.kernels.states import LOG2E, Outputs, add_product, empty_state, softm
 
 
 class Place(NamedTuple):
-    """What one program attends for: some heads of a query token, and what of its list counts."""
+    """The list of one program's query token and KV head, and what of it counts. It is flat, as `views` says why."""
 
-    rows: Any  # primitives.Rows
-    kv_head: Any
     entries: Any  # pointer to the token's list
     count: Any  # entries of it
     table: Any  # pointer to the first page number of the token's sequence
@@ -45,7 +43,7 @@ def find_place(
     kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return the place of this program, and whether a sequence owns its token."""
+    """Return the rows of this program, their KV head and list, and whether a sequence owns their token."""
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     kv_head = pid // BLOCKS % NUM_KV_HEADS
@@ -74,11 +72,12 @@ def find_place(
     row = pid % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     at = token.to(tl.int64)
     rows = Rows(tl.zeros_like(row) + at, kv_head * GROUP + row, tl.zeros_like(row) + position, row < GROUP)
-    entries = lists.indices + at * lists.token + kv_head * lists.head
+    far_head = kv_head.to(tl.int64)
+    entries = lists.indices + at * lists.token + far_head * lists.head
     count = lists.width
     if lists.list_lens is not None:
-        count = tl.minimum(tl.load(lists.list_lens + at * lists.lens_token + kv_head * lists.lens_head), count)
-    return Place(rows, kv_head, entries, count, table_row(kv, seq, stride_table), end), owned
+        count = tl.minimum(tl.load(lists.list_lens + at * lists.lens_token + far_head * lists.lens_head), count)
+    return rows, kv_head, Place(entries, count, table_row(kv, seq, stride_table), end), owned
 
 
 @triton.jit
@@ -239,19 +238,20 @@ def chosen_kernel(
         BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS, SCORE_MOD, DECODE,
         False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False,
     )  # fmt: skip
-    place, owned = find_place(kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS, GROUP, BLOCK_M, CAUSAL)
+    rows, kv_head, place, owned = find_place(
+        kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS, GROUP, BLOCK_M, CAUSAL
+    )
     if not owned:
         return
-    rows = place.rows
     stride_q_token, stride_q_head = in_units(stride_q_token, STRIDE_UNIT), in_units(stride_q_head, STRIDE_UNIT)
     q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
     q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, False)
     acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
-    scale, v_scale = head_scales(cache, kv, place.kv_head, scale, T)
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     for pos in tl.range(0, place.count * BLOCK_SIZE, BLOCK_N):
         page, slot, keep = find_keys(place, pos, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS, BLOCK_N)
-        acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, place.kv_head, page, slot, keep, scoring, T)
+        acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring, T)
     if PDL:
         gdc_launch_dependents()
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
@@ -286,10 +286,9 @@ def chosen_latents_kernel(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
         DECODE_ROPE, False, PARTS, SCALED, INPUT_PRECISION, False,
     )  # fmt: skip
-    place, owned = find_place(kv, lists, cu_seqlens_q, num_seqs, stride_table, 1, NUM_Q_HEADS, BLOCK_M, CAUSAL)
+    rows, _, place, owned = find_place(kv, lists, cu_seqlens_q, num_seqs, stride_table, 1, NUM_Q_HEADS, BLOCK_M, CAUSAL)
     if not owned:
         return
-    rows = place.rows
     head = rows.head.to(tl.int64)
     q = load_query_parts(q_ptr + rows.token * stride_q_token + head * stride_q_head, rows.owned, T)
     q_pe = None
