@@ -104,7 +104,7 @@ class Call:
 
 def batch_of(tensors: Mapping[str, torch.Tensor], paged: bool) -> Batch:
     """Return the batch of some tensors by name."""
-    batch = {name: tensors[name] for name in INDICES if name in tensors}
+    batch: dict[str, Any] = {name: tensors[name] for name in INDICES if name in tensors}
     return Batch(**batch, paged=paged)
 
 
