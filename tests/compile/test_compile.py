@@ -61,13 +61,13 @@ MORE_ON_THE_STACK = {"3.7.1": 56, "3.8.0": 56}.get(triton.__version__, 0)
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
-ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256, outside of the loops of the consumers
+ON_THE_STACK_OF_E4M3_OUTPUTS = 136  # of head_dim 256 with Triton 3.9.0, outside of the loops of the consumers
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_LATENTS = 32  # portable, for sm90: 3.7.1 and 3.9.0, outside of the loop over tiles; else 0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
-ON_THE_STACK_OF_FEW_FP8_ROWS = 16  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
+ON_THE_STACK_OF_FEW_FP8_ROWS = 24  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
@@ -247,7 +247,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         extended({}, 16, 32768, 1000, 24),
         extended({"head_dim": 64, "alibi": True}, 16, 4096, 1600, 40),
         extended({"head_dim": 64}, 16, 4096, 1600, 32),
-        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 64),
+        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 80),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1600, 16),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1000, 24),
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 72),
@@ -761,7 +761,9 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
     if target in NO_SPILLS:
         around = ON_THE_STACK_OF_PAIRS if features == "e4m3" else BY_CHOICE  # as for `append`
         # With Triton 3.6.0 and 3.7.1, a norm over 256 columns takes all registers and 24 bytes, before that loop.
-        full = 24 if triton.__version__ in ("3.6.0", "3.7.1") and head_dim == 256 else 0
+        # With 3.9.0, drafts over e4m3 take as many, outside of it.
+        older = triton.__version__ in ("3.6.0", "3.7.1")
+        full = 24 if (older and head_dim == 256) or (not older and (batch, features) == ("drafts", "e4m3")) else 0
         assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel
         if kernel.spills and target == "sm90":
             assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))

@@ -193,7 +193,7 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         has_second = launch.decode is not None or launch.num_splits > 1
     else:
         has_second = launch.name == "split_kv" and launch.has_combine_launch
-    schedules = schedules_of(launch)
+    schedules = schedules_of(launch.for_cache(inputs[0]["cache"]))
     assert [name for name, *_ in again if name in launches.SCHEDULES] == schedules
     assert [name for name, *_ in again[: len(schedules)]] == schedules
     assert len(again) == len(schedules) + 1 + has_second
