@@ -3,6 +3,7 @@
 On a GPU and in the interpreter (TRITON_INTERPRET=1) Triton kernels run, elsewhere the PyTorch path for CPU tensors.
 """
 
+import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 
 import quire
 from quire.dispatch.device import interprets
+from quire.launch_codec import decode, encode
 from quire.testing import check_batch, error_budget, make_problem, random_chosen, unwritten
 
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
@@ -195,6 +197,24 @@ def test_a_result_depends_on_its_token_and_its_list_alone(solve, rows_by_themsel
     torch.testing.assert_close(found.out, state.out[:3])
 
 
+def test_a_plan_with_lists_is_copied(solve):
+    p, state = solve(make_spec(), ((1, 60), (3, 9)), **choose("counted"))
+    plan = pickle.loads(pickle.dumps(quire.plan(p.spec, p.batch, **p.bounds)))
+    assert torch.equal(quire.attention(p.q, p.cache, plan), state.out)
+
+
+def test_lists_and_lengths_are_read_at_each_launch(solve, assert_within_budget):
+    p, _ = solve(make_spec(), ((1, 60), (3, 9)), **choose("counted for each head"))
+    plan = quire.plan(p.spec, p.batch, **p.bounds)
+    quire.attention(p.q, p.cache, plan)
+    other = make_problem(p.spec, ((1, 60), (3, 9)), **choose("counted for each head", seed=1)).batch.chosen
+    p.batch.chosen.indices.copy_(other.indices)
+    p.batch.chosen.lens.copy_(other.lens)
+    for stored in (p.cache.k, p.cache.v):
+        stored.nan_to_num_(nan=0.5)
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
 @pytest.mark.triton
 def test_a_plan_names_the_kernel(solve):
     p, _ = solve(make_spec(), ((1, 20),), **choose("one list"))
@@ -202,6 +222,7 @@ def test_a_plan_names_the_kernel(solve):
         plan = quire.plan(p.spec, p.batch, **p.bounds, **options)
         assert plan.kernel == "chosen" and plan.workspace is None
         assert "chosen keys; chosen kernel: 16 rows" in str(plan)
+        assert decode(encode(plan.launch)) == plan.launch
     with pytest.raises(quire.UnsupportedError, match="got 'chosen', which does not serve config or num_splits"):
         quire.plan(p.spec, p.batch, **p.bounds, kernel="chosen", num_splits=2)
     flat = replace(p.batch, chosen=None)

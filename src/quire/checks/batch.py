@@ -16,7 +16,7 @@ from quire.spec import AttentionSpec
 
 
 def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True, writes: bool = True) -> None:
-    """Check lengths, page numbers and intervals, and that no two sequences write to one page.
+    """Check lengths, page numbers, intervals and chosen keys, and that no two sequences write to one page.
 
     Sequences are taken to write their last keys, as many as they have queries. A batch with `query_offsets`, or whose
     keys are not paged, is not taken to write.
