@@ -65,7 +65,7 @@ RETIRED = {  # as a regular expression: what to say instead
     r"merge[_ ]cost": "combine cost",
     r"device_traits|Traits": "DeviceProperties",
     r"unmasked[_ ]loop|loops? without masks": "full-tile loop",
-    r"(blocks|shares|prefill|merge)_kernel": "block_kernel, split_kv_kernel, hopper_kernel, combine_kernel",
+    r"(blocks|shares|prefill|merge)_kernel": "portable_kernel, hopper_kernel, combine_kernel",
     r"kernels/(blocks|shares|merge|attention)\.py|hopper/(prefill|fetch|block|attention)\.py": "the new path",
     r"tuning/(traits|select)\.py|bench/page\.py": "the new path",
     r"the warp that fetches|fetching warp": "producer warp",

@@ -27,7 +27,7 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
-from quire.kernels.portable import FOUND_NOW
+from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import SCHEDULERS
 from quire.kernels.scratch import Part
 from quire.kernels.tensor_maps import KEPT, Format
@@ -257,7 +257,7 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
     with caplog.at_level(logging.DEBUG, "quire.launch"):
         quire.attention(**some, plan=plan)
-    assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel"]
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel"]
     for (name, grid, _), line in zip(passed, caplog.messages, strict=True):
         how = "compiled in|from the cache in|loaded before"
         assert re.fullmatch(rf"{name}, grid {grid[0]} × 1 × 1, ({how}).*", line)
@@ -271,7 +271,7 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     assert not called & {log.__file__, ranges.__file__, logging.__file__, contextlib.__file__}
 
 
-@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "norm_rope_kernel")])
+@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "portable_kernel"), ("prompt", "norm_rope_kernel")])
 def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
     """In the launch that attends, and before it. Another table or norm goes through the binder, another address not."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
@@ -385,7 +385,7 @@ def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched
     with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
         attend(plan, **inputs | {"q": odd})
         attend(plan, **inputs)
-    aligned, bound, again, aligned_again = [call for call in passed if call[0] == "split_kv_kernel"]
+    aligned, bound, again, aligned_again = [call for call in passed if call[0] == "portable_kernel"]
     assert again == bound != aligned == aligned_again
 
 
@@ -398,7 +398,7 @@ def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(pass
     inputs = launches.make_inputs(plan, wanted)
     with_lse = quire.State(torch.empty_like(inputs["q"]), torch.empty(inputs["q"].shape[:2]))
     quire.attention(**inputs | {"out": with_lse.out}, plan=plan)
-    assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel", "combine_partials_kernel"]
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel", "combine_partials_kernel"]
     attend(plan, **inputs | {"out": with_lse})
     attend(without_launches(plan), **inputs | {"out": with_lse})
     assert passed[3:6] == passed[6:] != passed[:3]

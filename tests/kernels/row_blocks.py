@@ -36,7 +36,7 @@ def row_blocks_of(
     lengths = Lengths(int32([n for _, n in lens]), starts, None if offsets is None else int32(offsets), None, None)
     hopper_schedule_kernel[-(-most // PLACES.value),](
         places, summary, planned, lengths, *window, len(lens), max_decode_queries, num_programs, head_blocks, cut_slots,
-        most, BLOCK_T=block_t, BLOCK_N=block_n, CUTS=cut_slots > 0, MIXED=mixed, PDL=False,
+        most, int(mixed), block_t, block_n, TOKENS=0, PDL=False,
     )  # fmt: skip
     count, num_singles, from_back = summary.tolist()
     assert (places[count:] == -1).all()

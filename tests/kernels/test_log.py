@@ -15,7 +15,7 @@ from quire import log
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels import ranges, tma
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
 from quire.testing import Problem, make_problem

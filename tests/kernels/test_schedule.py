@@ -1,4 +1,4 @@
-"""The schedule of the split-KV kernel: what partitions have, how long they are, and when it is found again."""
+"""The schedule of the portable kernel: what partitions have, how long they are, and when it is found again."""
 
 import dataclasses
 import gc
@@ -19,12 +19,10 @@ from quire.dispatch import tree
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import cdiv
-from quire.dispatch.tree import forget_trees
 from quire.kernels import scheduler as scheduling
-from quire.kernels.scheduler import Lengths, Scheduler
-from quire.kernels.split_kv.choice import min_partition_tiles
-from quire.kernels.split_kv.launch import NEVER, SplitKVLaunch
-from quire.kernels.split_kv.schedule import (
+from quire.kernels.portable.choice import min_partition_tiles
+from quire.kernels.portable.launch import NEVER, PortableLaunch
+from quire.kernels.portable.schedule import (
     Costs,
     Units,
     load_part,
@@ -36,6 +34,7 @@ from quire.kernels.split_kv.schedule import (
     span,
     units_here,
 )
+from quire.kernels.scheduler import Lengths, Scheduler
 from quire.testing import error_budget, make_problem
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
@@ -145,7 +144,7 @@ def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs:
         num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
         request=SimpleNamespace(num_seqs=num_seqs), schedule_constexprs=lambda: constexprs,
     )  # fmt: skip
-    launch.search = lambda asked: SplitKVLaunch.search(launch, asked)
+    launch.search = lambda asked: PortableLaunch.search(launch, asked)
     return launch
 
 
@@ -229,18 +228,6 @@ WAYS = {
     "batch-invariant": ({"batch_invariant": True}, False),
     "batch-invariant, a second launch folds": ({"batch_invariant": True}, True),
 }
-
-
-@pytest.fixture
-def combine_apart(monkeypatch):
-    """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-
-    def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
-        forget_trees()
-
-    yield combine_apart
-    forget_trees()
 
 
 def set_unseen(tensor: torch.Tensor, values: Any) -> None:

@@ -76,7 +76,7 @@ def row_blocks_of_intervals(finder, begin, end, q_start, q_len, seq_len, block_t
     lengths = SimpleNamespace(key_begin=Pointer(begin), key_end=Pointer(end))
     tokens = np.arange(0, q_len, block_t)
     of_each = (np.full(len(tokens), number) for number in (q_start, q_len, seq_len))
-    found = finder.keys_of_intervals.fn(lengths, tokens, *of_each, block_t)
+    found = finder.keys_of_intervals.fn(lengths, tokens, *of_each, block_t, 1 << (block_t - 1).bit_length())
     names = "kv_start", "kv_stop", "full_start", "full_stop", "kv_low", "kv_high"
     keys = [SimpleNamespace(**dict(zip(names, of_one, strict=True))) for of_one in np.transpose(found).tolist()]
     return list(zip(tokens.tolist(), keys, strict=True))

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.mla.kernel import LatentTiling, empty_parts, join_parts, load_query_parts
 from quire.kernels.panels import columns_of
 from quire.kernels.primitives import (
+    Inputs,
     Rows,
     Scoring,
     Tiling,
@@ -235,20 +236,21 @@ def chosen_kernel(
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     T: tl.constexpr = Tiling(
-        BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False,
+        GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
+        SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, None, False,
     )  # fmt: skip
     rows, kv_head, place, owned = find_place(
         kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS, GROUP, BLOCK_M, CAUSAL
     )
     if not owned:
         return
-    stride_q_token, stride_q_head = in_units(stride_q_token, STRIDE_UNIT), in_units(stride_q_head, STRIDE_UNIT)
-    q_ptrs = q_ptr + rows.token * stride_q_token + rows.head.to(tl.int64) * stride_q_head
-    q = load_queries(q_ptrs, rows.owned, HEAD_DIM, BLOCK_D, False)
-    acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
+    inputs = Inputs(
+        q_ptr, stride_q_token, stride_q_head, None, cache, None, None, kv, cu_seqlens_q, stride_table, kv_head, scoring
+    )
+    q = load_queries(inputs, rows, T)
+    acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
     for pos in tl.range(0, place.count * BLOCK_SIZE, BLOCK_N):
         page, slot, keep = find_keys(place, pos, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS, BLOCK_N)
         acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring, T)
