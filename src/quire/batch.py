@@ -98,9 +98,9 @@ class ChosenKeys:
             object.__setattr__(self, name, value)
 
     @property
-    def kind(self) -> tuple[int, bool, bool]:
-        """What a kernel is compiled for: `block_size`, `are_slots`, and whether there are `lens`."""
-        return self.block_size, self.are_slots, self.lens is not None
+    def kind(self) -> tuple[int, bool, bool, int]:
+        """What a launch is decided for: `block_size`, `are_slots`, whether there are `lens`, and `width`."""
+        return self.block_size, self.are_slots, self.lens is not None, self.width
 
     def __repr__(self) -> str:
         return shown(self, *(field.name for field in fields(self) if field.init))

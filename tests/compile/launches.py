@@ -316,26 +316,28 @@ def attend_to_latents(batch: str, features: str, page_size: int = 64, **options)
     return plan
 
 
-CHOSEN = {  # heads of keys and values, or features of latents; and what lists have
-    "tokens": ("bfloat16", {}),
-    "slots of records": ("records", {"are_slots": True}),
+CHOSEN = {  # heads of keys and values, or features and heads of latents; and what lists have
+    "tokens": (("bfloat16", 128), {}),
+    "tokens, few heads": (("bfloat16", 16), {}),
+    "slots of records": (("records", 128), {"are_slots": True}),
+    "slots of records, few heads": (("records", 16), {"are_slots": True}),
     "blocks": ((32, 4), {"block_size": 128}),
 }
 
 
-def attend_to_chosen(features: str) -> quire.Plan:
+def attend_to_chosen(features: str, **planned) -> quire.Plan:
     """Launch attention to chosen keys, in prompts; return its plan."""
     heads, options = CHOSEN[features]
     indices, lens = torch.zeros(16, 1, 2048, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
     lists = quire.ChosenKeys(indices, lens, **options)
     starts, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
-    if isinstance(heads, str):
-        spec, layout = latent_spec(heads, 128), LATENTS[heads][2]
+    if isinstance(heads[0], str):
+        spec, layout = latent_spec(*heads), LATENTS[heads[0]][2]
     else:
         spec, layout = make_spec(128, Features({"sinks": True}, heads)), "HND"
     spec = replace(spec, causal=not lists.are_slots)
     batch = quire.Batch(table, starts[1:], starts, chosen=lists)
-    plan = quire.plan(spec, batch, max_query_len=8, max_seq_len=4096, num_tokens=16)
+    plan = quire.plan(spec, batch, max_query_len=8, max_seq_len=4096, num_tokens=16, **planned)
     cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
     sinks = torch.zeros(spec.num_q_heads) if spec.sinks else None
     q = torch.empty(16, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)

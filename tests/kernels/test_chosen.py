@@ -12,7 +12,10 @@ import torch
 
 import quire
 from quire.dispatch.device import interprets
+from quire.dispatch.request import Bounds, Options, Request
+from quire.kernels.chosen.launch import propose
 from quire.launch_codec import decode, encode
+from quire.targets import TARGETS
 from quire.testing import check_batch, error_budget, make_problem, random_chosen, unwritten
 
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
@@ -30,6 +33,7 @@ LISTS = {
     "slots": {"width": 12, "slots_of": 16},
     "blocks of slots": {"width": 5, "num_lists": 2, "block_size": 4, "slots_of": 16},
     "several tiles": {"width": 300, "num_lists": 2, "counted": True},
+    "several tiles of one list": {"width": 100, "counted": True},
     "no entries": {"width": 0},
 }
 CACHES = {
@@ -59,9 +63,10 @@ def attend(p, **options):
 @pytest.mark.parametrize(
     ("lists", "causal"), [(x, causal) for x in LISTS for causal in (True, False) if not (causal and "slots" in x)]
 )
-def test_rows_see_what_lists_name(solve, assert_within_budget, lists, causal):
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_see_what_lists_name(solve, assert_within_budget, lists, causal, num_splits):
     lens = ((1, 310), (2, 20)) if lists == "several tiles" else LENS
-    p, state = solve(make_spec(causal=causal), lens, **choose(lists, causal=causal))
+    p, state = solve(make_spec(causal=causal), lens, num_splits, **choose(lists, causal=causal))
     check_batch(p.batch, p.cache, writes=False)
     assert_within_budget(p, state)
 
@@ -81,6 +86,21 @@ def test_caches_of_every_kind_are_read(solve, assert_within_budget, dtype, cache
 @pytest.mark.parametrize(
     "fields",
     [
+        {"sinks": True, "softcap": 2.0, "head_dim": 40, "head_dim_v": 24},
+        {"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 34},
+    ],
+)
+@pytest.mark.parametrize("num_splits", [2, 5, 64])
+def test_parts_of_lists_are_combined(solve, assert_within_budget, fields, num_splits):
+    p, state = solve(make_spec(**fields), ((1, 310), (2, 20)), num_splits, **choose("several tiles"))
+    assert_within_budget(p, state)
+    out = solve(make_spec(**fields), ((1, 310), (2, 20)), num_splits, out_scale=0.02, **choose("several tiles"))
+    assert_within_budget(*out)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
         {"softcap": 2.0, "sinks": True},
         {"head_dim": 40, "head_dim_v": 24},
         {"num_q_heads": 34},
@@ -92,7 +112,7 @@ def test_heads_of_every_kind_attend(solve, assert_within_budget, fields):
     assert_within_budget(p, state)
 
 
-@pytest.mark.parametrize("lists", ["counted", "slots"])
+@pytest.mark.parametrize("lists", ["several tiles of one list", "slots"])
 @pytest.mark.parametrize(
     ("fields", "layout"),
     [
@@ -103,12 +123,13 @@ def test_heads_of_every_kind_attend(solve, assert_within_budget, fields):
         ({"dtype": torch.float32, "kv_dtype": E4M3}, "fp8_ds_mla"),
     ],
 )
-def test_latents_are_read(device, assert_within_budget, fields, layout, lists):
+def test_latents_are_read(device, options, assert_within_budget, fields, layout, lists):
     spec = replace(quire.AttentionSpec.mla(**MLA | fields), causal=lists != "slots", sinks=True, softcap=5.0)
     p = make_problem(spec, ((1, 60), (3, 9), (1, 0)), layout=layout, device=device, **choose(lists, causal=spec.causal))
-    plan = quire.plan(spec, p.batch, **p.bounds)
-    assert_within_budget(p, quire.attention(p.halves, p.cache, plan, **p.tables, return_lse=True))
-    assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables))
+    for num_splits in (None, 2):
+        plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+        assert_within_budget(p, quire.attention(p.halves, p.cache, plan, **p.tables, return_lse=True))
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables))
 
 
 @pytest.mark.skipif(interprets(), reason="the interpreter has no bfloat16")
@@ -197,6 +218,27 @@ def test_a_result_depends_on_its_token_and_its_list_alone(solve, rows_by_themsel
     torch.testing.assert_close(found.out, state.out[:3])
 
 
+@pytest.mark.triton
+def test_lists_are_cut_where_programs_would_be_few():
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    device = TARGETS["sm90"].properties
+    cut = {}
+    for num_tokens in (1, 8, 32, 64, 128, 1024):
+        for invariant in (False, True):
+            bounds = Bounds(1, 32768, num_tokens)
+            request = Request(spec, num_tokens, False, bounds, device, chosen=(1, True, False, 2048))
+            launch, _ = propose(request, Options(batch_invariant=invariant))
+            cut[num_tokens, invariant] = launch.num_splits
+            assert launch.scratch_size().total == (0 if launch.num_splits == 1 else scratch_of_cut_lists(launch))
+    assert [cut[n, False] for n in (1, 8, 32, 64, 128, 1024)] == [32, 16, 4, 2, 1, 1]
+    assert all(cut[n, True] == 1 for n in (1, 8, 1024))
+
+
+def scratch_of_cut_lists(launch):
+    """Return the size of the scratch, which is the same for all numbers of parts: one workspace serves all batches."""
+    return replace(launch, num_splits=2).scratch_size().total
+
+
 def test_a_plan_with_lists_is_copied(solve):
     p, state = solve(make_spec(), ((1, 60), (3, 9)), **choose("counted"))
     plan = pickle.loads(pickle.dumps(quire.plan(p.spec, p.batch, **p.bounds)))
@@ -223,8 +265,8 @@ def test_a_plan_names_the_kernel(solve):
         assert plan.kernel == "chosen" and plan.workspace is None
         assert "chosen keys; chosen kernel: 16 rows" in str(plan)
         assert decode(encode(plan.launch)) == plan.launch
-    with pytest.raises(quire.UnsupportedError, match="got 'chosen', which does not serve config or num_splits"):
-        quire.plan(p.spec, p.batch, **p.bounds, kernel="chosen", num_splits=2)
+    plan = quire.plan(p.spec, p.batch, **p.bounds, num_splits=2)
+    assert "2 programs for each query token × 2 parts of its list" in str(plan) and plan.workspace is not None
     flat = replace(p.batch, chosen=None)
     with pytest.raises(quire.UnsupportedError, match="got 'chosen', which does not serve batches without chosen keys"):
         quire.plan(p.spec, flat, **p.bounds, kernel="chosen")

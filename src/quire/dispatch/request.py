@@ -62,7 +62,7 @@ class Request:
     has_intervals: bool = False
     has_tree: bool = False
     has_flat_table: bool = False
-    chosen: tuple[int, bool, bool] | None = None
+    chosen: tuple[int, bool, bool, int] | None = None
 
     @property
     def is_ragged(self) -> bool:

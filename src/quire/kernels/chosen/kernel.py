@@ -1,8 +1,12 @@
-"""The kernels of chosen keys, one for keys and values and one for latents.
+"""The kernels of chosen keys: one for keys and values, one for latents, and one that combines the parts of lists.
 
-Grid: [num_tokens * num_kv_heads * head blocks]. One program owns one query token and BLOCK_M query heads of a KV head.
-It reads the token's list BLOCK_N keys at a time, finds their pages and gathers them. So a result depends on its token
-and its list alone, and on nothing else in the batch.
+Grid: [num_tokens * num_splits * num_kv_heads * head blocks]. One program owns one query token, BLOCK_M query heads of a
+KV head, and one part of the token's list. It reads its part BLOCK_N keys at a time, finds their pages and gathers them.
+Entries are read two tiles ahead, and pages one tile ahead: while a tile is multiplied, the loads of the next one have
+all addresses. So the rows that are in flight are those of `num_stages`.
+
+The tiles of a list are cut into equal parts on the device, from the length that the list has now: each layer has other
+lists. Without parts, a result depends on its token and its list alone, and on nothing else in the batch.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla.kernel import LatentTiling, empty_parts, join_parts, load_query_parts
 from quire.kernels.panels import columns_of
+from quire.kernels.portable.reduce import Partial, store_partial
 from quire.kernels.primitives import (
     Inputs,
     Rows,
@@ -27,28 +32,56 @@ from quire.kernels.primitives import (
     load_tile,
     table_row,
 )
-from quire.kernels.states import LOG2E, Outputs, add_product, empty_state, softmax_step, store_result
+from quire.kernels.states import LOG2E, Outputs, add_product, combine_at_once, empty_state, softmax_step, store_result
+from quire.kernels.views import Lists
 
 
 class Place(NamedTuple):
-    """The list of one program's query token and KV head, and what of it counts. It is flat, as `views` says why."""
+    """The list of one query token and KV head, and what of it counts. It is flat, as `views` says why."""
 
     entries: Any  # pointer to the token's list
     count: Any  # entries of it
-    table: Any  # pointer to the first page number of the token's sequence
+    table: Any  # pointer to the first page number of the token's sequence; None for slots
     end: Any  # keys of the sequence from here on are not seen
 
 
+class Naming(NamedTuple):
+    """Compile-time constants of what entries name. The kernel builds one tuple, which is one constexpr."""
+
+    BLOCK_N: Any  # keys of a tile
+    PAGE_SIZE: Any
+    BLOCK_SIZE: Any  # keys that an entry names
+    ARE_SLOTS: Any  # entries name slots
+
+
 @triton.jit
-def find_place(
-    kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Return the rows of this program, their KV head and list, and whether a sequence owns their token."""
+def program_of(num_splits, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the query token, the part of its list, the KV head and the head block of this program.
+
+    Programs of one token and one part are next to each other, and read the same keys if heads share a list.
+    """
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     kv_head = pid // BLOCKS % NUM_KV_HEADS
     token = pid // (BLOCKS * NUM_KV_HEADS)
+    split = token * 0
+    if num_splits is not None:
+        split = token % num_splits
+        token = token // num_splits
+    return token, split, kv_head, pid % BLOCKS
+
+
+@triton.jit
+def find_rows_of_token(token, kv_head, block, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the rows of a head block."""
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    nothing = tl.zeros_like(row)
+    return Rows(nothing + token.to(tl.int64), kv_head * GROUP + row, nothing, row < GROUP)
+
+
+@triton.jit
+def find_sequence(kv, cu_seqlens_q, token, num_seqs, CAUSAL: tl.constexpr):
+    """Return a token's sequence, the first key of it that the token may not see, and whether a sequence owns it."""
     seq = tl.minimum(token, num_seqs - 1)
     q_start, q_len, owned = seq, 1, token < num_seqs
     if cu_seqlens_q is not None:
@@ -70,35 +103,65 @@ def find_place(
     end = seq_len
     if CAUSAL:
         end = tl.minimum(end, position + 1)
-    row = pid % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
-    at = token.to(tl.int64)
-    rows = Rows(tl.zeros_like(row) + at, kv_head * GROUP + row, tl.zeros_like(row) + position, row < GROUP)
-    far_head = kv_head.to(tl.int64)
-    entries = lists.indices + at * lists.token + far_head * lists.head
-    count = lists.width
-    if lists.list_lens is not None:
-        count = tl.minimum(tl.load(lists.list_lens + at * lists.lens_token + far_head * lists.lens_head), count)
-    return rows, kv_head, Place(entries, count, table_row(kv, seq, stride_table), end), owned
+    return seq, end, owned
 
 
 @triton.jit
-def find_keys(
-    place, pos, PAGE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, ARE_SLOTS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Return the page of each key of the tile that begins with key `pos` of the list, its slot, and if it is seen."""
-    n = pos + tl.arange(0, BLOCK_N)
-    entry = tl.load(place.entries + n // BLOCK_SIZE, mask=n // BLOCK_SIZE < place.count, other=-1)
+def is_owned(cu_seqlens_q, token, num_seqs):
+    """Return whether a sequence owns a token."""
+    if cu_seqlens_q is None:
+        return token < num_seqs
+    else:
+        return token < tl.load(cu_seqlens_q + num_seqs)
+
+
+@triton.jit
+def count_of(lists, token, kv_head):
+    """Return how many entries of a token's list count."""
+    if lists.list_lens is None:
+        return lists.width
+    else:
+        at = token.to(tl.int64) * lists.lens_token + kv_head.to(tl.int64) * lists.lens_head
+        return tl.minimum(tl.load(lists.list_lens + at), lists.width)
+
+
+@triton.jit
+def entries_of(lists, token, kv_head):
+    """Return a pointer to a token's list."""
+    return lists.indices + token.to(tl.int64) * lists.token + kv_head.to(tl.int64) * lists.head
+
+
+@triton.jit
+def part_of(num_tiles, split, num_splits):
+    """Return the first of a list's tiles that is in a part of it, and the one after its last."""
+    if num_splits is None:
+        return num_tiles * 0, num_tiles
+    else:
+        size = tl.cdiv(num_tiles, num_splits)
+        return tl.minimum(split * size, num_tiles), tl.minimum((split + 1) * size, num_tiles)
+
+
+@triton.jit
+def load_entries(place, tile, N: tl.constexpr):
+    """Return the entry of each key of a tile, -1 after the list's end."""
+    n = tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N)
+    return tl.load(place.entries + n // N.BLOCK_SIZE, mask=n // N.BLOCK_SIZE < place.count, other=-1)
+
+
+@triton.jit
+def find_keys(place, entry, tile, N: tl.constexpr):
+    """Return the page of each key of a tile, its slot, and whether it is seen; `entry` is from `load_entries`."""
     key = entry
-    if BLOCK_SIZE > 1:
-        key = entry.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
+    if N.BLOCK_SIZE > 1:
+        key = entry.to(tl.int64) * N.BLOCK_SIZE + (tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N)) % N.BLOCK_SIZE
     keep = entry >= 0
-    if not ARE_SLOTS:
+    if not N.ARE_SLOTS:
         keep = keep & (key < place.end)
     key = tl.where(keep, key, 0).to(tl.int32)
-    page = key // PAGE_SIZE
-    if not ARE_SLOTS:
+    page = key // N.PAGE_SIZE
+    if not N.ARE_SLOTS:
         page = tl.load(place.table + page, mask=keep, other=0)
-    return page.to(tl.int64), key % PAGE_SIZE, keep  # page * stride passes 2^31
+    return page, key % N.PAGE_SIZE, keep
 
 
 @triton.jit
@@ -115,6 +178,7 @@ def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring,
         scoring: Scoring.
         T: Tiling.
     """
+    page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
     offs_k = slot * in_units(kv.k_slot, T.STRIDE_UNIT) + page * in_units(kv.k_page, T.STRIDE_UNIT)
@@ -164,6 +228,7 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep
         scoring: Scoring.
         T: LatentTiling.
     """
+    page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
     c_rows = (latents.c + page * kv.c_page + slot * T.C_SLOT)[:, None]
@@ -210,7 +275,40 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep
     return accs, m_new, l_i
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "stride_lse"])
+@triton.jit
+def attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, start, stop, scoring, T: tl.constexpr, N: tl.constexpr):
+    """Fold the tiles `start` to `stop` of a list into the state; the arguments are those of `attend_rows_of_latents`.
+
+    Args:
+        acc, m_i, l_i, q, q_pe, latents, kv: see there.
+        place: Place.
+        start, stop: the first tile, and the one after the last.
+        scoring, T: see there.
+        N: Naming.
+    """
+    page, slot, keep = find_keys(place, load_entries(place, start, N), start, N)
+    ahead = load_entries(place, start + 1, N)
+    for tile in tl.range(start, stop):
+        next_page, next_slot, next_keep = find_keys(place, ahead, tile + 1, N)
+        ahead = load_entries(place, tile + 2, N)
+        acc, m_i, l_i = attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep, scoring, T)
+        page, slot, keep = next_page, next_slot, next_keep
+    return acc, m_i, l_i
+
+
+@triton.jit(
+    do_not_specialize=[
+        "width",
+        "stride_list",
+        "stride_list_head",
+        "stride_lens",
+        "stride_lens_head",
+        "num_seqs",
+        "num_splits",
+        "stride_table",
+        "stride_lse",
+    ]
+)
 def chosen_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -219,7 +317,9 @@ def chosen_kernel(
     sinks_ptr,  # [num_q_heads], or None
     cache,  # views.CacheTensors
     kv,  # views.KVLayout
-    lists,  # views.Lists
+    indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head,  # those of views.Lists
+    scratch,  # views.Partials; None, like the next, where lists are not cut
+    num_splits,
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scale, softcap, num_seqs,
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
@@ -232,6 +332,7 @@ def chosen_kernel(
     ARE_SLOTS: tl.constexpr,  # entries name slots
     STRIDE_UNIT: tl.constexpr,  # of `views.stride_unit`
     PDL: tl.constexpr,  # programmatic dependent launch
+    PARTIAL_ROWS: tl.constexpr,  # rows of a partial that are stored
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -239,11 +340,18 @@ def chosen_kernel(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, None, False,
     )  # fmt: skip
-    rows, kv_head, place, owned = find_place(
-        kv, lists, cu_seqlens_q, num_seqs, stride_table, NUM_KV_HEADS, GROUP, BLOCK_M, CAUSAL
-    )
+    N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
+    token, split, kv_head, block = program_of(num_splits, NUM_KV_HEADS, GROUP, BLOCK_M)
+    seq, end, owned = find_sequence(kv, cu_seqlens_q, token, num_seqs, CAUSAL)
     if not owned:
         return
+    lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
+    count = count_of(lists, token, kv_head)
+    start, stop = part_of(tl.cdiv(count * BLOCK_SIZE, BLOCK_N), split, num_splits)
+    place = Place(entries_of(lists, token, kv_head), count, table_row(kv, seq, stride_table), end)
+    page, slot, keep = find_keys(place, load_entries(place, start, N), start, N)
+    ahead = load_entries(place, start + 1, N)
+    rows = find_rows_of_token(token, kv_head, block, GROUP, BLOCK_M)
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     inputs = Inputs(
@@ -251,17 +359,39 @@ def chosen_kernel(
     )
     q = load_queries(inputs, rows, T)
     acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
-    for pos in tl.range(0, place.count * BLOCK_SIZE, BLOCK_N):
-        page, slot, keep = find_keys(place, pos, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS, BLOCK_N)
+    for tile in tl.range(start, stop):
+        next_page, next_slot, next_keep = find_keys(place, ahead, tile + 1, N)
+        ahead = load_entries(place, tile + 2, N)
         acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring, T)
+        page, slot, keep = next_page, next_slot, next_keep
     if PDL:
         gdc_launch_dependents()
-    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
-    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
-    store_result(outputs, acc, m_i, l_i, v_scale, rows, columns_of(HEAD_DIM_V, 1, BLOCK_M), HEAD_DIM_V)
+    columns = columns_of(HEAD_DIM_V, 1, BLOCK_M)
+    if num_splits is None:
+        stride_out_token, stride_out_head = (
+            in_units(stride_out_token, STRIDE_UNIT),
+            in_units(stride_out_head, STRIDE_UNIT),
+        )
+        outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+    else:
+        P: tl.constexpr = Partial(PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, 0, 1, False, 0, False, None)
+        store_partial(scratch, acc, m_i, l_i, columns, tl.program_id(0), True, BLOCK_M, P)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table", "stride_lse"])
+@triton.jit(
+    do_not_specialize=[
+        "width",
+        "stride_list",
+        "stride_list_head",
+        "stride_lens",
+        "stride_lens_head",
+        "num_seqs",
+        "num_splits",
+        "stride_table",
+        "stride_lse",
+    ]
+)
 def chosen_latents_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
     q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
@@ -271,7 +401,9 @@ def chosen_latents_kernel(
     sinks_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
     kv,  # views.LatentLayout
-    lists,  # views.Lists
+    indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head,  # those of views.Lists
+    scratch,  # views.Partials; None, like the next, where lists are not cut
+    num_splits,
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scale, softcap, num_seqs,
     stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
@@ -281,6 +413,7 @@ def chosen_latents_kernel(
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, DECODE_ROPE: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr, ARE_SLOTS: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -288,9 +421,16 @@ def chosen_latents_kernel(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
         DECODE_ROPE, False, PARTS, SCALED, INPUT_PRECISION, False,
     )  # fmt: skip
-    rows, _, place, owned = find_place(kv, lists, cu_seqlens_q, num_seqs, stride_table, 1, NUM_Q_HEADS, BLOCK_M, CAUSAL)
+    N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
+    token, split, kv_head, block = program_of(num_splits, 1, NUM_Q_HEADS, BLOCK_M)
+    seq, end, owned = find_sequence(kv, cu_seqlens_q, token, num_seqs, CAUSAL)
     if not owned:
         return
+    lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
+    count = count_of(lists, token, kv_head)
+    start, stop = part_of(tl.cdiv(count * BLOCK_SIZE, BLOCK_N), split, num_splits)
+    place = Place(entries_of(lists, token, kv_head), count, table_row(kv, seq, stride_table), end)
+    rows = find_rows_of_token(token, kv_head, block, NUM_Q_HEADS, BLOCK_M)
     head = rows.head.to(tl.int64)
     q = load_query_parts(q_ptr + rows.token * stride_q_token + head * stride_q_head, rows.owned, T)
     q_pe = None
@@ -302,11 +442,78 @@ def chosen_latents_kernel(
         scale = scale * v_scale
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     acc, m_i, l_i = empty_parts(BLOCK_M, T)
-    for pos in tl.range(0, place.count * BLOCK_SIZE, BLOCK_N):
-        page, slot, keep = find_keys(place, pos, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS, BLOCK_N)
-        acc, m_i, l_i = attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep, scoring, T)
+    acc, m_i, l_i = attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, start, stop, scoring, T, N)
     acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
     if PDL:
         gdc_launch_dependents()
+    columns = (tl.arange(0, BLOCK_C),)
+    if num_splits is None:
+        outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
+    else:
+        P: tl.constexpr = Partial(PARTIAL_ROWS, RANK, BLOCK_C, 0, 1, False, 0, False, None)
+        store_partial(scratch, acc, m_i, l_i, columns, tl.program_id(0), True, BLOCK_M, P)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "width",
+        "stride_list",
+        "stride_list_head",
+        "stride_lens",
+        "stride_lens_head",
+        "num_seqs",
+        "num_splits",
+        "stride_scale",
+        "stride_lse",
+    ]
+)
+def combine_chosen_kernel(
+    out_ptr, out_scale_ptr, lse_ptr, sinks_ptr,  # as of the kernels above, like what has their names
+    v_scale_ptr,  # one float32 for each KV head, or None
+    indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head,
+    scratch, num_splits, cu_seqlens_q, num_seqs,
+    stride_scale, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a row that a program combines
+    AHEAD: tl.constexpr,  # partials that are loaded at once
+):  # fmt: skip
+    """Combine the partials of a query token's parts, a row and COLUMNS of its columns in each program."""
+    if PDL:
+        gdc_wait()
+    GROUPS: tl.constexpr = BLOCK_DV // COLUMNS
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    pid = tl.program_id(0)
+    columns = pid % GROUPS * COLUMNS + tl.arange(0, COLUMNS)
+    head = pid // GROUPS % (NUM_KV_HEADS * GROUP)
+    token = pid // (GROUPS * NUM_KV_HEADS * GROUP)
+    if not is_owned(cu_seqlens_q, token, num_seqs):
+        return
+    kv_head, row = head // GROUP, head % GROUP
+    lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
+    num_tiles = tl.cdiv(count_of(lists, token, kv_head) * BLOCK_SIZE, BLOCK_N)
+    num_parts = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
+    first = ((token * num_splits) * NUM_KV_HEADS + kv_head) * BLOCKS + row // BLOCK_M
+    acc, m_i, l_i = tl.zeros([COLUMNS], tl.float32), float("-inf"), 0.0
+    inside = (columns < HEAD_DIM_V)[None, :]
+    for done in tl.range(0, num_parts, AHEAD, num_stages=1):
+        i = done + tl.arange(0, AHEAD)
+        present = i < num_parts
+        at = (first + i * (NUM_KV_HEADS * BLOCKS)).to(tl.int64) * PARTIAL_ROWS + row % BLOCK_M
+        other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"))
+        other_l = tl.load(scratch.l_i + at, mask=present, other=0.0)
+        ptrs = scratch.acc + (at * HEAD_DIM_V)[:, None] + columns[None, :]
+        other_acc = tl.load(ptrs, mask=present[:, None] & inside, other=0.0)
+        acc, m_i, l_i = combine_at_once(acc, m_i, l_i, other_acc, other_m, other_l)
+    if PDL:
+        gdc_launch_dependents()
+    v_scale = 1.0
+    if v_scale_ptr is not None:
+        v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * stride_scale)
+    none = tl.arange(0, 1)
+    rows = Rows(none + token.to(tl.int64), none + head, none, none == 0)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
-    store_result(outputs, acc, m_i, l_i, v_scale, rows, (tl.arange(0, BLOCK_C),), RANK)
+    m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
+    store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
