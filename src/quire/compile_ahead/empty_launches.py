@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.api import attention, norm_rope_and_write, write_kv, write_latent
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.dispatch.request import cdiv
 from quire.kernels.launch import Launch, as_appending
@@ -86,6 +86,10 @@ class EmptyLaunches:
             seen["tree_bits"] = nothing.long()
         if request.has_intervals:
             seen |= {"key_begin": nothing} if request.has_tree else {"key_begin": nothing, "key_end": nothing}
+        if request.chosen is not None:
+            block_size, are_slots, has_lens, width = request.chosen
+            lists = torch.full((num_tokens, width), -1, dtype=torch.int32, device=device)
+            seen["chosen"] = ChosenKeys(lists, nothing if has_lens else None, block_size, are_slots)
         batch = Batch(table, seq_lens, starts, paged=cache.layout != "THD", **seen)
         plan = make_plan(spec, batch, launch, "warm-up")
         q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quire import log
+from quire.batch import ChosenKeys
 from quire.cache import PagedKVCache
 from quire.checks.limits import check_limits, check_what_launches
 from quire.checks.norm_rope import check_norm_rope_alone
@@ -38,6 +39,7 @@ def workspace_size(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
 ) -> int:
     """Return how many bytes of scratch are enough for every plan of every batch within the bounds.
 
@@ -51,6 +53,7 @@ def workspace_size(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys.
 
     Returns:
         Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant
@@ -67,7 +70,16 @@ def workspace_size(
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, 1, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        1,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
     )
     if is_served_by_torch(where):
         return 0
@@ -87,6 +99,7 @@ def warmup(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
     return_lse: bool = False,
     out_scale: bool = False,
     per_head_dtype: torch.dtype | None = None,
@@ -122,6 +135,8 @@ def warmup(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys: `width`, `block_size`, `are_slots` and whether
+            there are `lens` decide what is compiled. A server that also runs batches without them warms up for each.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
         per_head_dtype: dtype of `sinks` and `alibi_slopes`; when not given, sinks are of the spec's dtype, as weights
@@ -150,7 +165,16 @@ def warmup(
         []
     """
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        min_query_len,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
@@ -203,6 +227,7 @@ def begin_warmup(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
     return_lse: bool = False,
     out_scale: bool = False,
     per_head_dtype: torch.dtype | None = None,
@@ -227,6 +252,7 @@ def begin_warmup(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one.
         per_head_dtype: dtype of `sinks` and `alibi_slopes`.
@@ -245,7 +271,16 @@ def begin_warmup(
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        min_query_len,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     folder = exported.folder_of(kernels)

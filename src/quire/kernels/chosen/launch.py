@@ -137,7 +137,7 @@ class ChosenLaunch:
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         assert self.request.chosen is not None
-        facts = self.request.has_cu_seqlens, self.request.has_flat_table, self.request.chosen, self.num_splits > 1
+        facts = self.request.has_cu_seqlens, self.request.has_flat_table, self.request.chosen[:3], self.num_splits > 1
         keys = {key_of(self.name, *facts, **constexprs_of(self))}
         if self.num_splits > 1:
             keys.add(key_of("combine_chosen", *facts, **self.combine_constexprs()))
