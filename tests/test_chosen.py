@@ -8,7 +8,8 @@ import torch
 
 import quire
 import quire.debug
-from quire import ops, reference, targets
+from quire import reference, targets
+from quire.debug import replaying
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
 from quire.plan import decide
@@ -249,27 +250,30 @@ def test_intervals_and_trees_refuse_a_batch_with_lists(rule):
 
 
 @by_torch
-def test_a_recording_refuses_lists(tmp_path):
-    p = make(make_spec(), LENS[:2])
-    with (
-        pytest.raises(quire.UnsupportedError, match="plan must be of a batch without chosen keys while a call is rec"),
-        quire.debug.record(tmp_path / "call"),
-    ):
-        attend(p)
-
-
-@by_torch
-def test_operators_refuse_lists():
-    p = make(make_spec(), LENS[:2])
-    plan = quire.plan(p.spec, p.batch, **p.bounds)
-    with pytest.raises(quire.UnsupportedError, match="plan must be of a batch without chosen keys under torch"):
-        ops.attention(p.q, p.cache, plan, torch.empty_like(p.q), None, None, None, None)
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_slots_of_a_recording_are_renumbered_with_their_pages(tmp_path, block_size):
+    p = make_problem(make_spec(causal=False), ((1, 40), (2, 90)), spare_pages=40)
+    slots = torch.arange(0, p.cache.num_pages * 16, 32)[torch.tensor([[3, 1, 9], [4, 2, 0], [7, 5, 9]])] // block_size
+    lists = quire.ChosenKeys(slots.int(), int32(3, 2, 1), block_size, are_slots=True)
+    for stored in (p.cache.k, p.cache.v):
+        stored.normal_()
+    plan = quire.plan(p.spec, replace(p.batch, chosen=lists), **p.bounds)
+    with quire.debug.record(tmp_path / "call", contents=True):
+        out = quire.attention(p.q, p.cache, plan)
+    call = quire.debug.load(tmp_path / "call")
+    assert quire.debug.replay(call).passed
+    fewer = replaying.renumber(call, 200_000, notes := [])
+    assert "pages are renumbered" in notes[0] and fewer.cache.num_pages < p.cache.num_pages
+    rebuilt, *_ = replaying.rebuild(fewer, torch.device("cpu"))
+    torch.testing.assert_close(
+        quire.attention(rebuilt.q, rebuilt.cache, quire.plan(p.spec, rebuilt.batch, **p.bounds)), out
+    )
 
 
 @pytest.mark.parametrize("kernel", ["mla_hopper", "mla", "hopper", "portable"])
 def test_kernels_of_other_families_refuse_lists(kernel):
     latent = quire.AttentionSpec.mla(**MLA | SMALL)
     spec = latent if kernel.startswith("mla") else make_spec(dtype=torch.float16)
-    request = Request(spec, 2, True, Bounds(1, 9, 2), targets.TARGETS["sm90"].properties, chosen=(1, False, False))
+    request = Request(spec, 2, True, Bounds(1, 9, 2), targets.TARGETS["sm90"].properties, chosen=(1, False, False, 4))
     with pytest.raises(quire.UnsupportedError, match=f"got '{kernel}', which does not serve chosen keys"):
         decide(request, Options(kernel=kernel))

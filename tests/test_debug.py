@@ -27,11 +27,7 @@ from tests.extended import extended
 DTYPE = torch.float32
 SMALL = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 32, "dtype": DTYPE}
 LENS = ((1, 50), (3, 3), (7, 40), (0, 9), (1, 0))
-SERVED = [
-    feature
-    for feature in FEATURES + LATENT_FEATURES
-    if not feature.captured and not feature.plan and "chosen" not in feature.name  # which a recording refuses
-]
+SERVED = [feature for feature in FEATURES + LATENT_FEATURES if not feature.captured and not feature.plan]
 
 
 def plan_for(problem: Problem, **options) -> quire.Plan:

@@ -107,11 +107,19 @@ def test_new_latents_under_compile():
     assert torch.equal(caches[1].latents.view(torch.uint8), caches[0].latents.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["intervals", "tree"])
+@pytest.mark.parametrize("kind", ["intervals", "tree", "lists"])
 def test_what_a_token_sees_crosses_the_operator(kind):
     p = make_problem(SPEC, ((1, 20), (2, 9)))
-    words = torch.tensor([1, 1, 2])
-    batch = quire.intervals.block_causal(p.batch, 3, 3) if kind == "intervals" else replace(p.batch, tree_bits=words)
+    if kind == "intervals":
+        batch = quire.intervals.block_causal(p.batch, 3, 3)
+        changed = batch.key_end
+    elif kind == "tree":
+        batch = replace(p.batch, tree_bits=torch.tensor([1, 1, 2]))
+        changed = batch.tree_bits
+    else:
+        lists = torch.tensor([[0, 3, -1], [1, -1, 0], [1, 0, 9]], dtype=torch.int32)
+        changed = torch.tensor([3, 2, 2], dtype=torch.int32)
+        batch = replace(p.batch, chosen=quire.ChosenKeys(lists, changed, block_size=4))
     plan = quire.plan(SPEC, batch, **p.bounds)
 
     def attend(q, cache, plan, sinks):
@@ -123,7 +131,7 @@ def test_what_a_token_sees_crosses_the_operator(kind):
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), expected)
     with torch.compiler.set_stance("fail_on_recompile"):
-        (batch.key_end if kind == "intervals" else batch.tree_bits).fill_(1)
+        changed.fill_(1)
         torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), attend(p.q, p.cache, plan, p.sinks))
 
 
@@ -194,7 +202,7 @@ def test_one_tensor_of_queries_to_latents_under_compile():
 def test_opcheck_of_latents():
     p, plan, q, new, slots = latent_problem("float32")
     clean, b = p.cache.latents.nan_to_num(), p.batch
-    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *[None] * 5
+    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *[None] * 7, 1, False
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), plan.workspace
     torch.library.opcheck(
         torch.ops.quire.attention.default,
@@ -227,7 +235,7 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
-         *[None] * 5, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
+         *[None] * 7, 1, False, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

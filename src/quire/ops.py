@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from quire import log
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Bounds
-from quire.errors import UnsupportedError, describe
+from quire.errors import describe
 from quire.launch_codec import decode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Asked, Plan, plan_again
@@ -23,7 +23,8 @@ LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
-    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? chosen, Tensor? chosen_lens, int chosen_size, "
+    "bool chosen_are_slots, Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, str spec, str options, "
     "SymInt[] shared_prefix, SymInt max_query_len, SymInt max_seq_len, SymInt num_tokens) -> ()"
 )
@@ -58,16 +59,15 @@ def attention(
 
     Raises:
         TypeError: the plan is not from `quire.plan`.
-        UnsupportedError: the plan's batch has chosen keys.
     """
     batch, bounds, asked = plan.batch, plan.bounds, plan.asked
-    if batch.chosen is not None:
-        raise UnsupportedError(
-            "plan must be of a batch without chosen keys under torch.compile, got some; call attention eagerly"
-        )
     if asked is None:
         raise TypeError(f"plan must be from `quire.plan` under torch.compile, got {describe(plan)}; call it eagerly")
     q, q_pe = q if isinstance(q, tuple) else (q, None)
+    chosen = batch.chosen
+    lists = (None, None, 1, False)
+    if chosen is not None:
+        lists = chosen.indices, chosen.lens, chosen.block_size, chosen.are_slots
     pages = (cache.latents, None) if cache.is_latent else (cache.k, cache.v)
     torch.ops.quire.attention(
         q,
@@ -84,6 +84,7 @@ def attention(
         batch.key_begin,
         batch.key_end,
         batch.tree_bits,
+        *lists,
         sinks,
         alibi_slopes,
         out_scale,
@@ -163,6 +164,10 @@ def register(
         key_begin: torch.Tensor | None,
         key_end: torch.Tensor | None,
         tree_bits: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        chosen_lens: torch.Tensor | None,
+        chosen_size: int,
+        chosen_are_slots: bool,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None,
@@ -177,7 +182,8 @@ def register(
         num_tokens: int,
     ) -> None:
         lengths = page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD"
-        batch = Batch(*lengths, key_begin, key_end, tree_bits)
+        lists = None if chosen is None else ChosenKeys(chosen, chosen_lens, chosen_size, chosen_are_slots)
+        batch = Batch(*lengths, key_begin, key_end, tree_bits, lists)
         bounds, asked = Bounds(max_query_len, max_seq_len, num_tokens), Asked(spec, options, tuple(shared_prefix))
         plan = plan_again(batch, bounds, asked, workspace)
         if v is None:
