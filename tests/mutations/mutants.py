@@ -70,8 +70,8 @@ IN_INTERPRETER = {
     ),
     "a part of a list that is not combined": Mutant(
         "kernels/chosen/kernel.py",
-        "present = i < num_parts",
-        "present = i < num_parts - 1",
+        "present = i < num_partials",
+        "present = i < num_partials - 1",
         CHOSEN + "parts_of_lists_are_combined[2-fields0]",
     ),
     "tokens of no sequence are written": Mutant(

@@ -494,13 +494,13 @@ def combine_chosen_kernel(
     kv_head, row = head // GROUP, head % GROUP
     lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
     num_tiles = tl.cdiv(count_of(lists, token, kv_head) * BLOCK_SIZE, BLOCK_N)
-    num_parts = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
+    num_partials = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
     first = ((token * num_splits) * NUM_KV_HEADS + kv_head) * BLOCKS + row // BLOCK_M
     acc, m_i, l_i = tl.zeros([COLUMNS], tl.float32), float("-inf"), 0.0
     inside = (columns < HEAD_DIM_V)[None, :]
-    for done in tl.range(0, num_parts, AHEAD, num_stages=1):
+    for done in tl.range(0, num_partials, AHEAD, num_stages=1):
         i = done + tl.arange(0, AHEAD)
-        present = i < num_parts
+        present = i < num_partials
         at = (first + i * (NUM_KV_HEADS * BLOCKS)).to(tl.int64) * PARTIAL_ROWS + row % BLOCK_M
         other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"))
         other_l = tl.load(scratch.l_i + at, mask=present, other=0.0)
