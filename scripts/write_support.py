@@ -127,7 +127,7 @@ def requests(feature: Feature, target: str) -> Iterable[Request]:
         properties = TARGETS[target].properties
         seen = "key_begin" in feature.per_token, "tree_bits" in feature.per_token
         request = Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
-        yield replace(request, chosen=(1, False, False)) if feature.per_token == CHOSEN else request
+        yield replace(request, chosen=(1, False, False, 64)) if feature.per_token == CHOSEN else request
 
 
 @cache

@@ -232,6 +232,93 @@ def test_a_list_is_printed_without_a_look_at_it():
     assert "chosen=a value of type ChosenKeys" in repr(make_batch())
 
 
+SECOND = quire.ChosenKeys(CHOSEN, are_slots=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"extra_chosen": CHOSEN}, TypeError, "extra_chosen must be ChosenKeys, got a int32 tensor"),
+        ({"chosen": None}, ValueError, "chosen must be given with extra_chosen, got None"),
+        ({"extra_chosen": quire.ChosenKeys(CHOSEN)}, ValueError, "extra_chosen must have are_slots=True"),
+        (
+            {"extra_chosen": quire.ChosenKeys(CHOSEN[:1], are_slots=True)},
+            ValueError,
+            "extra_chosen must have a row for each of 2 sequences, got 1",
+        ),
+    ],
+)
+def test_wrong_lists_of_a_second_cache_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(make_batch(), **{"extra_chosen": SECOND} | changes)
+
+
+def test_keys_and_values_have_no_second_cache():
+    with pytest.raises(quire.UnsupportedError, match="extra_chosen must be left out for keys and values that aren't"):
+        quire.plan(make_spec(), replace(make_batch(), extra_chosen=SECOND), max_query_len=1, max_seq_len=9)
+
+
+@by_torch
+def test_a_second_cache_is_like_the_first():
+    spec = quire.AttentionSpec.mla(**MLA | SMALL, dtype=torch.float32)
+    cache = quire.PagedKVCache.empty(spec, 4, 8)
+    cache.latents.normal_()
+    scaled = replace(spec, kv_dtype=torch.float8_e4m3fn)
+    batch = make_batch(indices=int32(0, 1, 2, 3).view(2, 2))
+    both = replace(batch, extra_chosen=quire.ChosenKeys(int32(0, 40).view(2, 1), are_slots=True))
+    q = torch.randn(2, 3, 48)
+    plans = [quire.plan(spec, b, max_query_len=1, max_seq_len=9) for b in (batch, both)]
+    wider = quire.PagedKVCache.empty(spec, 9, 5)
+    wider.latents.normal_()
+    for plan, extra, error, message in (
+        (plans[0], cache, ValueError, "extra_cache must be left out where the batch has no extra_chosen"),
+        (plans[1], None, TypeError, "extra_cache must be a PagedKVCache where the batch has extra_chosen, got None"),
+        (
+            plans[1],
+            quire.PagedKVCache.empty(scaled, 4, 8),
+            ValueError,
+            "extra_cache must have the layout, widths and d",
+        ),
+        (
+            plans[1],
+            cache,
+            ValueError,
+            "extra_chosen must name slots below num_pages . page_size = 32, got 40 for token 1",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            quire.attention(q, cache, plan, extra_cache=extra)
+    assert quire.attention(q, cache, plans[1], extra_cache=wider).isfinite().all()
+    with (
+        pytest.raises(quire.UnsupportedError, match="plan must be of a batch without extra_chosen while a call is"),
+        quire.debug.record("call"),
+    ):
+        quire.attention(q, cache, plans[1], extra_cache=wider)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chosen": 4}, TypeError, "chosen must be ChosenKeys, got 4"),
+        ({"chosen": SECOND, "trees": True}, ValueError, "trees must be False with chosen, got True"),
+        ({"chosen": SECOND}, ValueError, "causal must be False where chosen has slots"),
+    ],
+)
+def test_a_warm_up_refuses_lists_that_do_not_fit(options, error, message):
+    limits = {"max_num_seqs": 1, "max_num_tokens": 4, "max_seq_len": 9}
+    with pytest.raises(error, match=message):
+        quire.workspace_size(make_spec(), **limits, **options)
+
+
+def test_a_warm_up_has_a_second_cache_with_its_lists():
+    spec = quire.AttentionSpec.mla(**MLA | SMALL, dtype=torch.float32)
+    cache, limits = quire.PagedKVCache.empty(spec, 4, 8), {"max_num_seqs": 1, "max_num_tokens": 4, "max_seq_len": 9}
+    with pytest.raises(ValueError, match="extra_cache must be given with extra_chosen, got None"):
+        quire.warmup(spec, cache, **limits, chosen=quire.ChosenKeys(CHOSEN), extra_chosen=SECOND)
+    with pytest.raises(ValueError, match="extra_chosen must be given with extra_cache, got None"):
+        quire.warmup(spec, cache, **limits, chosen=quire.ChosenKeys(CHOSEN), extra_cache=cache)
+
+
 # What does not serve lists refuses them by name.
 
 

@@ -142,6 +142,9 @@ class Batch:
             most 64. `quire.draft_trees` makes the words.
         chosen: `ChosenKeys`, for models that choose the keys that each query token sees. A list takes the place of
             intervals, trees and windows. Only keys that are named must be in the pages and finite.
+        extra_chosen: lists of further keys in a second cache, which `attention` takes as `extra_cache`. Both lists of a
+            token share one softmax, as the window and the compressed keys of DeepSeek V4 do. Its entries are slots,
+            and the spec is of latents.
 
     Attributes:
         num_seqs: sequences in the batch, padding rows included.
@@ -175,6 +178,7 @@ class Batch:
     key_end: torch.Tensor | None = None
     tree_bits: torch.Tensor | None = None
     chosen: ChosenKeys | None = None
+    extra_chosen: ChosenKeys | None = None
     num_seqs: int = field(init=False, repr=False)
     table_width: int | None = field(init=False, repr=False)
     max_tokens: int | None = field(init=False, repr=False)
@@ -220,7 +224,9 @@ class Batch:
             )
         max_tokens = self._check_intervals(table.device, num_seqs)
         if self.chosen is not None:
-            max_tokens = self._check_chosen(self.chosen, table.device, num_seqs)
+            max_tokens = self._check_chosen("chosen", self.chosen, table.device, num_seqs)
+        if self.extra_chosen is not None:
+            max_tokens = self._check_extra(self.extra_chosen, table.device, num_seqs)
         object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "num_seqs", num_seqs)
         object.__setattr__(self, "table_width", table.shape[1] if self.cu_pages is None else None)
@@ -254,10 +260,21 @@ class Batch:
             max_tokens = length
         return max_tokens
 
-    def _check_chosen(self, chosen: ChosenKeys, device: torch.device, num_seqs: int) -> int:
-        """Return the number of lists of `chosen`."""
+    def _check_extra(self, extra: ChosenKeys, device: torch.device, num_seqs: int) -> int:
+        """Return the number of lists of both `chosen` and `extra_chosen`."""
+        num_tokens = self._check_chosen("extra_chosen", extra, device, num_seqs)
+        if self.chosen is None:
+            raise ValueError("chosen must be given with extra_chosen, got None; pass the only lists as chosen")
+        if not extra.are_slots:
+            raise ValueError(
+                "extra_chosen must have are_slots=True, got lists of positions; the second cache has no page table"
+            )
+        return min(num_tokens, self.chosen.num_tokens)
+
+    def _check_chosen(self, argument: str, chosen: ChosenKeys, device: torch.device, num_seqs: int) -> int:
+        """Return the number of lists of `chosen` or `extra_chosen`, as `argument` says."""
         if not isinstance(chosen, ChosenKeys):
-            raise TypeError(f"chosen must be ChosenKeys, got {describe(chosen)}; call quire.ChosenKeys(indices)")
+            raise TypeError(f"{argument} must be ChosenKeys, got {describe(chosen)}; call quire.ChosenKeys(indices)")
         for name in ("key_begin", "key_end", "tree_bits"):
             if getattr(self, name) is not None:
                 raise ValueError(
@@ -271,11 +288,11 @@ class Batch:
             )
         if chosen.indices.device != device:
             raise ValueError(
-                f"chosen must be on page_table's device {device}, got indices on {chosen.indices.device}; move them"
+                f"{argument} must be on page_table's device {device}, got indices on {chosen.indices.device}; move them"
             )
         if self.cu_seqlens_q is None and chosen.num_tokens < num_seqs:
             raise ValueError(
-                f"chosen must have a row for each of {num_seqs} sequences, got {chosen.num_tokens}; "
+                f"{argument} must have a row for each of {num_seqs} sequences, got {chosen.num_tokens}; "
                 "a batch without cu_seqlens_q has one query each"
             )
         return chosen.num_tokens

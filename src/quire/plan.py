@@ -305,10 +305,10 @@ def decide_launch(
     device = batch.device
     properties = device_properties(device)
     has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
-    chosen = None if batch.chosen is None else batch.chosen.kind
+    lists = tuple(None if one is None else one.kind for one in (batch.chosen, batch.extra_chosen))
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has, chosen)
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has, *lists)
     families = tuple(FAMILIES.items())
     choose = cpu.propose if by_torch else partial(decide_once, families=families)
     if levels:

@@ -26,6 +26,7 @@ def attention(
     *,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    extra_cache: PagedKVCache | None = None,
     k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
     slot_mapping: torch.Tensor | None = None,  # [num_tokens] int64
@@ -46,6 +47,7 @@ def attention(
         spec: what to compute.
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
+        extra_cache: where the keys of the batch's `extra_chosen` are.
         k: keys of the queries' tokens that are read instead of what the cache has in their slots; not of latents, nor
             of a quantised cache, whose numbers are rounded.
         v: their values.
@@ -77,6 +79,12 @@ def attention(
         if batch.chosen is not None:
             for token, kv_heads, page, slot in chosen_slots(batch, batch.chosen, cache, spec, seq, rows, first, kv_len):
                 all_keys, all_values = read(cache, page, slot, dtype, step)
+                if batch.extra_chosen is not None and extra_cache is not None:
+                    one = slice(token, token + 1)
+                    more = chosen_slots(batch, batch.extra_chosen, extra_cache, spec, seq, one, 0, kv_len)
+                    ((_, _, page, slot),) = more
+                    found = zip((all_keys, all_values), read(extra_cache, page, slot, dtype, None), strict=True)
+                    all_keys, all_values = map(torch.cat, found)
                 for kv_head in kv_heads:
                     heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
                     queries, keys, values = q[token, heads, None], all_keys[:, kv_head], all_values[:, kv_head]

@@ -52,6 +52,7 @@ class Problem:
         step: k, v, slot_mapping, rope and qk_norm of `quire.attention`, as far as it is given them. Oracles know them
             then, unless latents or a quantised cache round them.
         out_scale: that of `quire.attention`, if it is given one.
+        extra_cache: the same.
     """
 
     spec: AttentionSpec
@@ -64,6 +65,7 @@ class Problem:
     alibi_slopes: torch.Tensor | None
     step: Mapping[str, Any] = field(default_factory=dict)
     out_scale: torch.Tensor | None = None
+    extra_cache: PagedKVCache | None = None
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -82,7 +84,8 @@ class Problem:
     @property
     def tables(self) -> dict[str, Any]:
         """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
-        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        extra = {} if self.extra_cache is None else {"extra_cache": self.extra_cache}
+        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes} | extra
 
 
 def make_problem(

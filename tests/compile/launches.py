@@ -321,6 +321,7 @@ CHOSEN = {  # heads of keys and values, or features and heads of latents; and wh
     "tokens, few heads": (("bfloat16", 16), {}),
     "slots of records": (("records", 128), {"are_slots": True}),
     "slots of records, few heads": (("records", 16), {"are_slots": True}),
+    "two lists": (("no rotary columns", 64), {"are_slots": True}),
     "blocks": ((32, 4), {"block_size": 128}),
 }
 
@@ -336,12 +337,14 @@ def attend_to_chosen(features: str, **planned) -> quire.Plan:
     else:
         spec, layout = make_spec(128, Features({"sinks": True}, heads)), "HND"
     spec = replace(spec, causal=not lists.are_slots)
-    batch = quire.Batch(table, starts[1:], starts, chosen=lists)
+    extra = quire.ChosenKeys(indices[..., :512], lens, are_slots=True) if features == "two lists" else None
+    batch = quire.Batch(table, starts[1:], starts, chosen=lists, extra_chosen=extra)
     plan = quire.plan(spec, batch, max_query_len=8, max_seq_len=4096, num_tokens=16, **planned)
     cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
     sinks = torch.zeros(spec.num_q_heads) if spec.sinks else None
     q = torch.empty(16, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
-    quire.attention(q, cache, plan, sinks=sinks, return_lse=True)
+    extra_cache = None if extra is None else quire.PagedKVCache.empty(spec, 4, 16, layout=layout)
+    quire.attention(q, cache, plan, sinks=sinks, return_lse=True, extra_cache=extra_cache)
     return plan
 
 

@@ -190,8 +190,46 @@ def test_an_output_in_e4m3_is_rounded_once(solve, assert_within_budget):
     assert_within_budget(p, state)
 
 
-def test_two_lists_in_one_softmax_are_merged(solve, assert_within_budget):
-    """DeepSeek V4: a window, and compressed keys."""
+def with_a_second_cache(p, page_size, layout, **lists):
+    """Return a problem with further keys, in another cache with pages of another size."""
+    lens = tuple((q_len, 70) for q_len in p.query_lens)
+    lists = {"width": 20, "causal": False, "slots_of": page_size} | lists
+    other = make_problem(
+        p.spec, lens, page_size=page_size, layout=layout, device=p.q.device, per_token=partial(random_chosen, **lists)
+    )
+    batch = replace(p.batch, extra_chosen=other.batch.chosen)
+    return replace(p, batch=batch, extra_cache=other.cache)
+
+
+@pytest.mark.parametrize("lists", ["several tiles of one list", "slots", "no entries"])
+@pytest.mark.parametrize(
+    ("fields", "layout", "more"),
+    [
+        (SMALL | {"dtype": torch.float32}, "NHD", {"counted": True, "width": 130}),
+        (SMALL | {"dtype": torch.float16}, "NHD", {"block_size": 4}),
+        ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD", {"width": 0}),
+        (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD", {}),
+        ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla", {"width": 64}),
+    ],
+)
+def test_two_lists_share_one_softmax_over_two_caches(
+    device, options, assert_within_budget, fields, layout, more, lists
+):
+    """DeepSeek V4: a window in one cache, and compressed keys in another."""
+    spec = replace(quire.AttentionSpec.mla(**MLA | fields), causal=lists != "slots", sinks=True)
+    lens = ((1, 60), (3, 9), (1, 0))
+    p = make_problem(spec, lens, layout=layout, device=device, **choose(lists, causal=spec.causal))
+    if p.cache.k_scale is not None and layout == "NHD":
+        p = replace(p, cache=quire.PagedKVCache.from_latents(p.cache.latents, spec.kv_lora_rank))
+    p = with_a_second_cache(p, 4, layout, **more)
+    if p.extra_cache.k_scale is not None and layout == "NHD":
+        p = replace(p, extra_cache=quire.PagedKVCache.from_latents(p.extra_cache.latents, spec.kv_lora_rank))
+    for num_splits in (None, 1, 2, 3):
+        plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+
+
+def test_two_lists_of_one_cache_are_merged(solve, assert_within_budget):
     spec = make_spec(sinks=True)
     p, _ = solve(spec, LENS, **choose("one list", width=30))
     halves = [replace(p.batch.chosen, indices=part) for part in p.batch.chosen.indices.split([11, 19], 1)]

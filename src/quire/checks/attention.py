@@ -101,6 +101,37 @@ def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpe
     )
 
 
+def check_extra_cache(extra: Any, cache: PagedKVCache, plan: Any) -> None:
+    """Raise unless `extra_cache` is there where the plan's batch has lists of its keys, and is like the cache."""
+    if plan.batch.extra_chosen is None:
+        raise ValueError(
+            f"extra_cache must be left out where the batch has no extra_chosen, got {describe(extra)}; "
+            "say in the batch which of its keys are seen"
+        )
+    check_like(extra, cache)
+
+
+def check_like(extra: Any, cache: PagedKVCache) -> None:
+    """Raise unless a second cache is one like the cache."""
+    if not isinstance(extra, PagedKVCache):
+        raise TypeError(
+            f"extra_cache must be a PagedKVCache where the batch has extra_chosen, got {describe(extra)}; "
+            "pass the cache that its slots are in"
+        )
+    if extra.signature != cache.signature or extra.layout != cache.layout:
+        raise ValueError(
+            f"extra_cache must have the layout, widths and dtype of cache, got {extra} and {cache}; "
+            "pages may be of another size"
+        )
+    if extra.device != cache.device:
+        raise ValueError(f"extra_cache must be on cache's device {cache.device}, got {extra.device}; move it")
+    if extra.scale_kind not in ("none", "record"):
+        raise UnsupportedError(
+            "extra_cache must have no scale but those of records, got one for all of it; merge two calls with "
+            "quire.merge_states"
+        )
+
+
 def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
     if not isinstance(getattr(plan, "spec", None), AttentionSpec):
         check_tensor("q", q[0] if isinstance(q, tuple) and len(q) == 2 else q, "pass the queries of all sequences")

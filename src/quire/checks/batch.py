@@ -90,18 +90,21 @@ def check_reads(
         check_pages(batch, cache, *visible_span(batch, spec, query_lens, seq_lens))
 
 
-def check_chosen(batch: Batch, cache: PagedKVCache, *, causal: bool) -> None:
+def check_chosen(batch: Batch, cache: PagedKVCache, *, causal: bool, argument: str = "chosen") -> None:
     """Check lists of chosen keys: their lengths, that no entry repeats, and that each key that is seen has a slot.
 
     Args:
         batch: the sequences, with `chosen`.
         cache: the pages.
         causal: whether a token sees no key after itself.
+        argument: what the lists are called.
     """
     chosen, num_tokens = batch.chosen, int(batch.query_starts[-1])
     assert chosen is not None
     if num_tokens > chosen.num_tokens:
-        raise ValueError(f"chosen must have a row for each of {num_tokens} tokens, got {chosen.num_tokens}; add rows")
+        raise ValueError(
+            f"{argument} must have a row for each of {num_tokens} tokens, got {chosen.num_tokens}; add rows"
+        )
     if chosen.lens is not None:
         lens = chosen.lens[:num_tokens].cpu()
         token = first_true(((lens < 0) | (lens > chosen.width)).view(num_tokens, -1).any(1)) if num_tokens else None
@@ -119,7 +122,7 @@ def check_chosen(batch: Batch, cache: PagedKVCache, *, causal: bool) -> None:
         if bool(twice.any()):
             token, which, at = twice.nonzero()[0].tolist()
             raise ValueError(
-                f"chosen must name no entry twice in a list, got {int(entries[token, which, at])} twice for token "
+                f"{argument} must name no entry twice in a list, got {int(entries[token, which, at])} twice for token "
                 f"{first + token}; a key counts once"
             )
         key, seen = keys_of(chosen, tokens, rows, causal=causal)
@@ -128,7 +131,7 @@ def check_chosen(batch: Batch, cache: PagedKVCache, *, causal: bool) -> None:
             token = first_true(wrong.flatten(1).any(1))
             if token is not None:
                 raise ValueError(
-                    f"chosen must name {what}, got {int(key[token][wrong[token]][0])} for token {first + token}; "
+                    f"{argument} must name {what}, got {int(key[token][wrong[token]][0])} for token {first + token}; "
                     "pass -1 for no slot"
                 )
             continue

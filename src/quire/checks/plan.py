@@ -70,6 +70,8 @@ def check_plan_arguments(
             )
     if batch.chosen is not None:
         check_chosen(spec, batch.chosen)
+    if batch.extra_chosen is not None:
+        check_extra_chosen(spec, batch.extra_chosen)
     if num_splits is not None:
         num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
     if config is not None and not isinstance(config, KernelConfig):
@@ -130,6 +132,17 @@ def check_chosen(spec: AttentionSpec, chosen: ChosenKeys) -> None:
         raise UnsupportedError(
             "alibi must be False where the batch has chosen, got True; no model has both: leave out the slopes"
         )
+
+
+def check_extra_chosen(spec: AttentionSpec, extra: ChosenKeys) -> None:
+    """Raise if a batch's lists of keys in a second cache do not fit the spec."""
+    if not spec.latent:
+        raise UnsupportedError(
+            "extra_chosen must be left out for keys and values that aren't latents, got some; no model has both: merge "
+            "two calls with quire.merge_states"
+        )
+    if extra.num_lists != 1:
+        raise ValueError(f"extra_chosen must have one list a token, got {extra.num_lists}; latents have one KV head")
 
 
 def _check_workspace(workspace: Any, device: torch.device) -> None:

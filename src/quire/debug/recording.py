@@ -193,6 +193,10 @@ def call_of(
     contents: bool, q: Any, cache: PagedKVCache, plan: Plan, sinks: Any, alibi_slopes: Any, new: NewTokens | None = None
 ) -> Call:
     """Return the arguments of a call, described; `contents` is that of `record`, the others those of its checks."""
+    if plan.batch.extra_chosen is not None:
+        raise errors.UnsupportedError(
+            "plan must be of a batch without extra_chosen while a call is recorded, got some; record another call"
+        )
     *tokens, rope, qk_norm = new or (None,) * 5
     queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v, "v_scale": cache.v_scale}

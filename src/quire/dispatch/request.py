@@ -52,6 +52,7 @@ class Request:
         has_tree: whether the batch has `tree_bits`.
         has_flat_table: whether the batch has `cu_pages`.
         chosen: `ChosenKeys.kind` of the batch's `chosen`; None without it.
+        extra_chosen: the same of its `extra_chosen`.
     """
 
     spec: AttentionSpec
@@ -63,6 +64,7 @@ class Request:
     has_tree: bool = False
     has_flat_table: bool = False
     chosen: tuple[int, bool, bool, int] | None = None
+    extra_chosen: tuple[int, bool, bool, int] | None = None
 
     @property
     def is_ragged(self) -> bool:

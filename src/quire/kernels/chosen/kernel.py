@@ -35,6 +35,11 @@ from quire.kernels.primitives import (
 from quire.kernels.states import LOG2E, Outputs, add_product, combine_at_once, empty_state, softmax_step, store_result
 from quire.kernels.views import Lists
 
+NUMBERS = (  # which change from layer to layer and step to step: kernels are the same for all of them
+    "width", "stride_list", "stride_list_head", "stride_lens", "stride_lens_head", "extra_width", "extra_list",
+    "extra_lens_token", "num_seqs", "num_splits", "stride_table", "stride_scale", "stride_lse",
+)  # fmt: skip
+
 
 class Place(NamedTuple):
     """The list of one query token and KV head, and what of it counts. It is flat, as `views` says why."""
@@ -123,6 +128,18 @@ def count_of(lists, token, kv_head):
     else:
         at = token.to(tl.int64) * lists.lens_token + kv_head.to(tl.int64) * lists.lens_head
         return tl.minimum(tl.load(lists.list_lens + at), lists.width)
+
+
+@triton.jit
+def tiles_of_extra(lens, width, stride_lens, token, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the tiles of a token's list of keys in a second cache; 0 if SIZE is."""
+    if SIZE == 0:
+        return token * 0
+    elif lens is None:
+        return tl.cdiv(width * SIZE, BLOCK_N) + token * 0
+    else:
+        count = tl.minimum(tl.load(lens + token.to(tl.int64) * stride_lens), width)
+        return tl.cdiv(count * SIZE, BLOCK_N)
 
 
 @triton.jit
@@ -296,19 +313,7 @@ def attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, start, stop, scoring
     return acc, m_i, l_i
 
 
-@triton.jit(
-    do_not_specialize=[
-        "width",
-        "stride_list",
-        "stride_list_head",
-        "stride_lens",
-        "stride_lens_head",
-        "num_seqs",
-        "num_splits",
-        "stride_table",
-        "stride_lse",
-    ]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def chosen_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -379,19 +384,7 @@ def chosen_kernel(
         store_partial(scratch, acc, m_i, l_i, columns, tl.program_id(0), True, BLOCK_M, P)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "width",
-        "stride_list",
-        "stride_list_head",
-        "stride_lens",
-        "stride_lens_head",
-        "num_seqs",
-        "num_splits",
-        "stride_table",
-        "stride_lse",
-    ]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def chosen_latents_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
     q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
@@ -400,8 +393,11 @@ def chosen_latents_kernel(
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
+    extra,  # views.LatentTensors of a second cache, or None
     kv,  # views.LatentLayout
     indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head,  # those of views.Lists
+    extra_kv,  # views.LatentLayout of the second cache; None, like the next two, without one
+    extra_indices, extra_lens, extra_width, extra_list, extra_lens_token,  # its lists
     scratch,  # views.Partials; None, like the next, where lists are not cut
     num_splits,
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
@@ -414,6 +410,8 @@ def chosen_latents_kernel(
     SCALED: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr, ARE_SLOTS: tl.constexpr, PDL: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
+    EXTRA_PAGE_SIZE: tl.constexpr, EXTRA_C_SLOT: tl.constexpr, EXTRA_ROPE_SLOT: tl.constexpr,  # of the second cache
+    EXTRA_SIZE: tl.constexpr,  # keys that an entry of its lists names; 0 without one
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
@@ -428,7 +426,12 @@ def chosen_latents_kernel(
         return
     lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
     count = count_of(lists, token, kv_head)
-    start, stop = part_of(tl.cdiv(count * BLOCK_SIZE, BLOCK_N), split, num_splits)
+    num_tiles = tl.cdiv(count * BLOCK_SIZE, BLOCK_N)
+    start, stop = part_of(
+        num_tiles + tiles_of_extra(extra_lens, extra_width, extra_lens_token, token, EXTRA_SIZE, BLOCK_N),
+        split,
+        num_splits,
+    )
     place = Place(entries_of(lists, token, kv_head), count, table_row(kv, seq, stride_table), end)
     rows = find_rows_of_token(token, kv_head, block, NUM_Q_HEADS, BLOCK_M)
     head = rows.head.to(tl.int64)
@@ -442,7 +445,18 @@ def chosen_latents_kernel(
         scale = scale * v_scale
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     acc, m_i, l_i = empty_parts(BLOCK_M, T)
-    acc, m_i, l_i = attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, start, stop, scoring, T, N)
+    first, last = tl.minimum(start, num_tiles), tl.minimum(stop, num_tiles)
+    acc, m_i, l_i = attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, first, last, scoring, T, N)
+    if EXTRA_SIZE > 0:
+        E: tl.constexpr = LatentTiling(
+            BLOCK_N, EXTRA_PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, EXTRA_C_SLOT, EXTRA_ROPE_SLOT, WIDE_OFFSETS,
+            SCORE_MOD, DECODE, DECODE_ROPE, False, PARTS, SCALED, INPUT_PRECISION, False,
+        )  # fmt: skip
+        M: tl.constexpr = Naming(BLOCK_N, EXTRA_PAGE_SIZE, EXTRA_SIZE, True)
+        more = Lists(extra_indices, extra_lens, extra_width, extra_list, 0, extra_lens_token, 0)
+        place = Place(entries_of(more, token, kv_head), count_of(more, token, kv_head), None, end)
+        first, last = tl.maximum(start - num_tiles, 0), tl.maximum(stop - num_tiles, 0)
+        acc, m_i, l_i = attend_list(acc, m_i, l_i, q, q_pe, extra, extra_kv, place, first, last, scoring, E, M)
     acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
     if PDL:
         gdc_launch_dependents()
@@ -455,28 +469,17 @@ def chosen_latents_kernel(
         store_partial(scratch, acc, m_i, l_i, columns, tl.program_id(0), True, BLOCK_M, P)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "width",
-        "stride_list",
-        "stride_list_head",
-        "stride_lens",
-        "stride_lens_head",
-        "num_seqs",
-        "num_splits",
-        "stride_scale",
-        "stride_lse",
-    ]
-)
+@triton.jit(do_not_specialize=NUMBERS)
 def combine_chosen_kernel(
     out_ptr, out_scale_ptr, lse_ptr, sinks_ptr,  # as of the kernels above, like what has their names
     v_scale_ptr,  # one float32 for each KV head, or None
     indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head,
+    extra_lens, extra_width, extra_lens_token,
     scratch, num_splits, cu_seqlens_q, num_seqs,
     stride_scale, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    EXTRA_SIZE: tl.constexpr, PDL: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a row that a program combines
     AHEAD: tl.constexpr,  # partials that are loaded at once
 ):  # fmt: skip
@@ -494,6 +497,7 @@ def combine_chosen_kernel(
     kv_head, row = head // GROUP, head % GROUP
     lists = Lists(indices, list_lens, width, stride_list, stride_list_head, stride_lens, stride_lens_head)
     num_tiles = tl.cdiv(count_of(lists, token, kv_head) * BLOCK_SIZE, BLOCK_N)
+    num_tiles += tiles_of_extra(extra_lens, extra_width, extra_lens_token, token, EXTRA_SIZE, BLOCK_N)
     num_partials = tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, num_splits), 1))
     first = ((token * num_splits) * NUM_KV_HEADS + kv_head) * BLOCKS + row // BLOCK_M
     acc, m_i, l_i = tl.zeros([COLUMNS], tl.float32), float("-inf"), 0.0

@@ -137,7 +137,9 @@ class ChosenLaunch:
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         assert self.request.chosen is not None
+        extra = self.request.extra_chosen
         facts = self.request.has_cu_seqlens, self.request.has_flat_table, self.request.chosen[:3], self.num_splits > 1
+        facts += (extra and extra[:3],)
         keys = {key_of(self.name, *facts, **constexprs_of(self))}
         if self.num_splits > 1:
             keys.add(key_of("combine_chosen", *facts, **self.combine_constexprs()))
@@ -198,14 +200,18 @@ class ChosenRunner:
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
+        extra_cache: PagedKVCache | None = None,
     ) -> None:
         queries = q if isinstance(q, tuple) else (q,)
         decided, num_tokens = self.decided, queries[0].shape[0]
         grid = decided.num_programs(num_tokens), 1, 1
         if not grid[0]:
             return
-        arguments = self.arguments_of_latents if decided.request.spec.latent else self.arguments
-        self.kernel(grid, (*queries, out, out_scale, lse, sinks, cache), None, arguments)
+        if decided.request.spec.latent:
+            tensors = *queries, out, out_scale, lse, sinks, cache, extra_cache
+            self.kernel(grid, tensors, None, self.arguments_of_latents)
+        else:
+            self.kernel(grid, (*queries, out, out_scale, lse, sinks, cache), None, self.arguments)
         if self.combine is not None:
             v_scale = None if cache.scale_kind in ("token", "record") else cache.v_scale
             tensors, block_n = (out, out_scale, lse, sinks, v_scale), decided.block_n(cache)
@@ -242,7 +248,7 @@ class ChosenRunner:
             "STRIDE_UNIT": views.stride_unit(*layout.of_elements, *strides),
         }  # fmt: skip
         tensors = q, views.output_tensor(out, device.native_fp8), out_scale, lse, sinks, pages
-        return Arguments(tensors, (layout, *self.fixed(lse, *strides)), meta)
+        return Arguments(tensors, (layout, *self.lists, *self.fixed(lse, *strides)), meta)
 
     def arguments_of_latents(
         self,
@@ -253,6 +259,7 @@ class ChosenRunner:
         lse: torch.Tensor | None,
         sinks: torch.Tensor | None,
         cache: PagedKVCache,
+        extra_cache: PagedKVCache | None,
     ) -> "Arguments":
         """Return the arguments of the kernel for latents."""
         from quire.kernels import mods
@@ -263,24 +270,50 @@ class ChosenRunner:
         decode = mods.decoder(cache.dtype, device.native_fp8)
         decode_rope = mods.native if records else decode
         as_bytes = not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
-        latents = views.latent_tensors(cache, torch.uint8 if as_bytes else cache.dtype)
-        if decode_rope is not mods.native and latents.rope is not None:
-            latents = latents._replace(rope=latents.rope.view(torch.uint8))
+
+        def tensors_of(stored: PagedKVCache) -> views.LatentTensors:
+            parts = views.latent_tensors(stored, torch.uint8 if as_bytes else stored.dtype)
+            if decode_rope is not mods.native and parts.rope is not None:
+                return parts._replace(rope=parts.rope.view(torch.uint8))
+            return parts
+
+        latents = tensors_of(cache)
+        extra, extra_layout, sizes = None, None, (0, 0, 0)
+        if extra_cache is not None:
+            extra = tensors_of(extra_cache)
+            extra_layout = views.latent_layout(extra_cache, self.batch, extra)
+            sizes = extra_cache.page_size, extra.c.stride(1), 0 if extra.rope is None else extra.rope.stride(1)
+        wide = cache.has_wide_offsets or (extra_cache is not None and extra_cache.has_wide_offsets)
         meta = constexprs_of(decided) | {
             "BLOCK_N": decided.block_n(cache), "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
-            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
-            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,
+            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1), "WIDE_OFFSETS": wide,
+            "EXTRA_PAGE_SIZE": sizes[0], "EXTRA_C_SLOT": sizes[1], "EXTRA_ROPE_SLOT": sizes[2],
+            "EXTRA_SIZE": self.extra_size, "DECODE": decode, "DECODE_ROPE": decode_rope,
             "SCALED": records, "PARTS": 4 if records else 1,
         }  # fmt: skip
         layout = views.latent_layout(cache, self.batch, latents)
         strides = *q_nope.stride()[:2], *((0, 0) if q_pe is None else q_pe.stride()[:2]), *out.stride()[:2]
-        tensors = q_nope, q_pe, views.output_tensor(out, device.native_fp8), out_scale, lse, sinks, latents
-        return Arguments(tensors, (layout, *self.fixed(lse, *strides)), meta)
+        tensors = q_nope, q_pe, views.output_tensor(out, device.native_fp8), out_scale, lse, sinks, latents, extra
+        lists = *self.lists, extra_layout, *self.extra_lists
+        return Arguments(tensors, (layout, *lists, *self.fixed(lse, *strides)), meta)
+
+    @property
+    def extra_lists(self) -> tuple[Any, ...]:
+        """The lists of keys in a second cache, as the kernel for latents takes them."""
+        if self.batch.extra_chosen is None:
+            return None, None, 0, 0, 0
+        lists = views.lists_of(self.batch.extra_chosen)
+        return lists.indices, lists.list_lens, lists.width, lists.token, lists.lens_token
+
+    @property
+    def extra_size(self) -> int:
+        """Keys that an entry of these lists names; 0 without any."""
+        return 0 if self.batch.extra_chosen is None else self.batch.extra_chosen.block_size
 
     def fixed(self, lse: torch.Tensor | None, *strides: int) -> tuple[Any, ...]:
-        """Return the arguments of both kernels between the layout and the constexprs."""
+        """Return the arguments of both kernels between the lists and the constexprs."""
         table = self.batch.page_table.stride(0)
-        return *self.lists, *self.parts, *self.numbers, table, *strides, 0 if lse is None else lse.stride(0)
+        return *self.parts, *self.numbers, table, *strides, 0 if lse is None else lse.stride(0)
 
     def arguments_of_combine(
         self,
@@ -297,8 +330,12 @@ class ChosenRunner:
 
         decided, strides = self.decided, (*out.stride()[:2], 0 if lse is None else lse.stride(0))
         tensors = views.output_tensor(out, decided.request.device.native_fp8), out_scale, lse, sinks, v_scale
-        fixed = *self.lists, *self.parts, self.batch.cu_seqlens_q, self.batch.num_seqs, stride_scale, *strides
-        return Arguments(tensors, fixed, decided.combine_constexprs() | {"BLOCK_N": block_n})
+        _, extra_lens, extra_width, _, extra_lens_token = self.extra_lists
+        lists = *self.lists, extra_lens, extra_width, extra_lens_token
+        fixed = *lists, *self.parts, self.batch.cu_seqlens_q, self.batch.num_seqs, stride_scale, *strides
+        return Arguments(
+            tensors, fixed, decided.combine_constexprs() | {"BLOCK_N": block_n, "EXTRA_SIZE": self.extra_size}
+        )
 
 
 def propose(request: Request, options: Options) -> tuple[ChosenLaunch, str] | str:
@@ -346,8 +383,8 @@ def choose_num_splits(launch: ChosenLaunch) -> int:
     request, config = launch.request, launch.config
     spec, device = request.spec, request.device
     assert request.chosen is not None
-    block_size, width = request.chosen[0], request.chosen[-1]
-    tiles = cdiv(width * block_size, config.block_n)
+    lists = [kind for kind in (request.chosen, request.extra_chosen) if kind is not None]
+    tiles = sum(cdiv(width * block_size, config.block_n) for block_size, _, _, width in lists)
     whole = replace(launch, num_splits=1).num_programs(max(1, request.bounds.num_tokens))
     capacity = device.num_sms * config.programs_per_sm
     tile_bytes = config.block_n * spec.kv_dtype.itemsize * (spec.head_dim + (0 if spec.latent else spec.head_dim_v))

@@ -4,11 +4,13 @@ Sequences with equal query lengths go together in one padded gather, so that a d
 `scaled_dot_product_attention` for all its sequences. Prompts of more than 16 queries go one by one.
 """
 
+from dataclasses import replace
+
 import torch
 
 from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
-from quire.checks.batch import check_reads, tokens_at_once
+from quire.checks.batch import check_chosen, check_reads, tokens_at_once
 from quire.chosen import keys_of, slots_of
 from quire.intervals import locate
 from quire.kernels.cpu.cache_ops import store_out
@@ -31,6 +33,7 @@ def attend(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     out_scale: torch.Tensor | None = None,
+    extra_cache: PagedKVCache | None = None,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -47,6 +50,7 @@ def attend(
         sinks: [num_q_heads], where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out_scale: [1] float32 where out is float8_e4m3fn, or None.
+        extra_cache: where the keys of the batch's `extra_chosen` are.
         max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.
         max_seq_len: the plan's bound on keys per sequence; None to leave it unchecked.
 
@@ -57,7 +61,10 @@ def attend(
         q = torch.cat([half for half in q if half is not None], -1)
     check_reads(batch, cache, spec, num_tokens=q.shape[0], max_query_len=max_query_len, max_seq_len=max_seq_len)
     if batch.chosen is not None:
-        attend_chosen(q, cache, spec, batch, batch.chosen, out, lse, sinks, out_scale)
+        if batch.extra_chosen is not None and extra_cache is not None:
+            extra = replace(batch, chosen=batch.extra_chosen, extra_chosen=None)
+            check_chosen(extra, extra_cache, causal=False, argument="extra_chosen")
+        attend_chosen(q, cache, spec, batch, batch.chosen, out, lse, sinks, out_scale, extra_cache)
         return
     starts = batch.query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
@@ -87,6 +94,7 @@ def attend_chosen(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
     out_scale: torch.Tensor | None,
+    extra_cache: PagedKVCache | None,
 ) -> None:
     """Attend to the keys that the batch's lists name; the arguments are those of `attend`."""
     num_tokens, num_lists = int(batch.query_starts[-1]), chosen.num_lists
@@ -102,6 +110,12 @@ def attend_chosen(
             heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
             seen = named.seen[:, i]
             k, v = read(cache, page[:, i], slot[:, i], seen, kv_heads)
+            if batch.extra_chosen is not None and extra_cache is not None:
+                more = keys_of(batch.extra_chosen, tokens, rows, causal=False)
+                key, size = torch.where(more.seen, more.key, 0)[:, 0], extra_cache.page_size
+                found = read(extra_cache, key // size, key % size, more.seen[:, 0], kv_heads)
+                k, v = torch.cat([k, found[0]], 1), torch.cat([v, found[1]], 1)
+                seen = torch.cat([seen, more.seen[:, 0]], 1)
             k, v = k.float().transpose(1, 2), v.float().transpose(1, 2)  # [num_tokens, KV heads, num_keys, head_dim]
             grouped = q[rows, heads].float().unflatten(1, (-1, group_size))
             scores = grouped @ k.transpose(-1, -2) * spec.softmax_scale
