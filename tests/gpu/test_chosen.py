@@ -99,3 +99,18 @@ def test_the_host_does_not_wait(without_waiting):
     with without_waiting():
         plan = quire.plan(p.spec, p.batch, **p.bounds)
         quire.attention(p.q, p.cache, plan)
+
+
+@pytest.mark.parametrize("num_q_heads", [16, 64, 128])
+def test_deepseek_v4_attends_to_a_window_and_to_compressed_keys(num_q_heads):
+    spec = replace(mla(num_q_heads, kv_lora_rank=512, qk_rope_head_dim=0, sinks=True), causal=False)
+    for lens in (DECODE, MIXED):
+        one_query = lens is DECODE
+        p, _, _ = solve(spec, lens, {"width": 128, "slots_of": 64}, one_query=one_query)
+        other, _, _ = solve(
+            spec, lens, {"width": 700, "slots_of": 16, "counted": True}, page_size=16, one_query=one_query
+        )
+        p = replace(p, batch=replace(p.batch, extra_chosen=other.batch.chosen), extra_cache=other.cache)
+        plan = quire.plan(spec, p.batch, **p.bounds)
+        verdict = error_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+        assert verdict.passed, (plan, verdict)
