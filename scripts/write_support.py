@@ -229,12 +229,15 @@ def words_of(request: Callable[[], object]) -> str | None:
 
 
 def engines() -> dict[str, list[Path]]:
-    """Return the source files of each integration. What they share is in `arguments.py` and `engine.py`."""
+    """Return the source files of each integration. What they share is in `arguments.py` and `engine.py`.
+
+    `deep_gemm.py` computes no attention.
+    """
     found = {}
     for path in sorted(INTEGRATIONS.iterdir()):
         if path.is_dir() and (path / "__init__.py").exists():
             found[path.name] = sorted(path.glob("*.py"))
-        elif path.suffix == ".py" and path.stem not in ("__init__", "arguments", "engine"):
+        elif path.suffix == ".py" and path.stem not in ("__init__", "arguments", "engine", "deep_gemm"):
             found[path.stem] = [path]
     return found
 

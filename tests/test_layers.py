@@ -22,7 +22,7 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
     ("dispatch",),
     ("kernels",),
     ("compile_ahead.corners", "plan", "checks", "launch_codec"),
-    ("api", "ops", "compile_ahead"),
+    ("api", "ops", "indexer", "compile_ahead"),
     ("__init__",),
     ("testing", "drawn", "targets", "debug"),
     ("integrations", "distributed"),
@@ -38,7 +38,7 @@ MAY_IMPORT = {  # and nothing else: what judges results knows no kernel
     },
 }
 PUBLIC_ONLY = ("quire.integrations", "quire.distributed", "quire_tools.bench")
-PUBLIC_MODULES = ("intervals", "draft_trees", "version")  # which `import quire` brings along
+PUBLIC_MODULES = ("intervals", "draft_trees", "indexer", "version")  # which `import quire` brings along
 HOLDALLS = {"utils", "common", "core", "helpers"}
 
 

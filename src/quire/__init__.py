@@ -1,6 +1,7 @@
 """Quire: paged attention for LLM inference, in Python and Triton."""
 
 from quire import draft_trees as draft_trees
+from quire import indexer as indexer
 from quire import intervals as intervals
 from quire.allocator import PageAllocator
 from quire.api import (

@@ -316,6 +316,20 @@ def attend_to_latents(batch: str, features: str, page_size: int = 64, **options)
     return plan
 
 
+def choose_keys() -> None:
+    """Launch what models compute before they choose keys."""
+    q, k = (torch.empty(*shape).to(torch.float8_e4m3fn) for shape in ((64, 64, 128), (4096, 128)))
+    weights, ends = torch.empty(64, 64), torch.zeros(64, dtype=torch.int32)
+    for options in ({}, {"num_columns": 512}):
+        quire.indexer.mqa_logits(q, k, torch.empty(4096), weights, ends, ends, **options)
+    cache, table = torch.empty(16, 64, 1, 132, dtype=torch.uint8), torch.zeros(16, 16, dtype=torch.int32)
+    quire.indexer.paged_mqa_logits(q.view(16, 4, 64, 128), cache, weights, ends[:16], table, 1024, clean=False)
+    batch = quire.Batch(table, ends[:16], ends[:17])
+    q, keys = torch.empty(30, 4, 128, dtype=torch.bfloat16), torch.empty(9, 128, 128, dtype=torch.bfloat16)
+    quire.indexer.block_scores(q, keys, batch, block_size=128, max_query_len=20, max_seq_len=1024)
+    quire.indexer.top_k(torch.empty(64, 32768), 2048, begin=ends, end=ends)
+
+
 CHOSEN = {  # heads of keys and values, or features and heads of latents; and what lists have
     "tokens": (("bfloat16", 128), {}),
     "tokens, few heads": (("bfloat16", 16), {}),
