@@ -999,7 +999,7 @@ def test_what_comes_before_chosen_keys_compiles_and_fits(target):
     assert {each.kernel for each in compiled} == {"mqa_logits_kernel", "block_scores_kernel", "top_k_kernel"}
     for each in compiled:
         assert each.shared <= TARGETS[target].shared_memory and each.occupancy >= 1, each
-        assert each.spills == 0 or target not in NO_SPILLS, each
+        assert each.spills <= BY_CHOICE or target not in NO_SPILLS, each
 
 
 @pytest.mark.parametrize(
