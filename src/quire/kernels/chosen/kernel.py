@@ -41,6 +41,9 @@ NUMBERS = (  # which change from layer to layer and step to step: kernels are th
 )  # fmt: skip
 
 
+ONCE = tl.constexpr(4)  # columns of entries, of which the first one counts
+
+
 class Place(NamedTuple):
     """The list of one query token and KV head, and what of it counts. It is flat, as `views` says why."""
 
@@ -160,29 +163,36 @@ def part_of(num_tiles, split, num_splits):
 
 @triton.jit
 def load_entries(place, tile, N: tl.constexpr):
-    """Return the entry of each key of a tile, -1 after the list's end."""
-    n = tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N)
-    return tl.load(place.entries + n // N.BLOCK_SIZE, mask=n // N.BLOCK_SIZE < place.count, other=-1)
+    """Return the entry of each key of a tile, -1 after the list's end: the first of ONCE columns, others hold -1."""
+    n = (tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N))[:, None] + tl.zeros([1, ONCE], tl.int32)
+    is_first = (tl.arange(0, ONCE) == 0)[None, :]
+    return tl.load(place.entries + n // N.BLOCK_SIZE, mask=(n // N.BLOCK_SIZE < place.count) & is_first, other=-1)
 
 
 @triton.jit
 def find_keys(place, entry, tile, N: tl.constexpr):
-    """Return the page of each key of a tile, its slot, and whether it is seen; `entry` is from `load_entries`."""
+    """Return where each key of a tile is, `page * PAGE_SIZE + slot`, -1 if it is not seen.
+
+    `entry` is from `load_entries`. All threads that load a part of a key's row need its place. Triton would compute it
+    in each of them, which takes most of the loop's instructions. It does not so through a reduction: with as many
+    columns as there are threads for a key, each place is computed once.
+    """
     key = entry
     if N.BLOCK_SIZE > 1:
-        key = entry.to(tl.int64) * N.BLOCK_SIZE + (tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N)) % N.BLOCK_SIZE
+        of_block = (tile * N.BLOCK_N + tl.arange(0, N.BLOCK_N)) % N.BLOCK_SIZE
+        key = entry.to(tl.int64) * N.BLOCK_SIZE + of_block[:, None]
     keep = entry >= 0
     if not N.ARE_SLOTS:
         keep = keep & (key < place.end)
     key = tl.where(keep, key, 0).to(tl.int32)
-    page = key // N.PAGE_SIZE
     if not N.ARE_SLOTS:
-        page = tl.load(place.table + page, mask=keep, other=0)
-    return page, key % N.PAGE_SIZE, keep
+        page = tl.load(place.table + key // N.PAGE_SIZE, mask=keep, other=0).to(tl.int32)
+        key = page * N.PAGE_SIZE + key % N.PAGE_SIZE
+    return tl.max(tl.where(keep, key, -1), 1)
 
 
 @triton.jit
-def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring, T: tl.constexpr):
+def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, at, scoring, T: tl.constexpr):
     """Fold a tile of keys and values, anywhere in the cache, into the state.
 
     Args:
@@ -191,11 +201,12 @@ def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring,
         cache: views.CacheTensors.
         kv: views.KVLayout.
         kv_head: KV head.
-        page, slot, keep: from `find_keys`.
+        at: from `find_keys`.
         scoring: Scoring.
         T: Tiling.
     """
-    page = page.to(tl.int64)  # page * stride passes 2^31
+    keep, slot = at >= 0, at % T.PAGE_SIZE
+    page = (at // T.PAGE_SIZE).to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
     offs_k = slot * in_units(kv.k_slot, T.STRIDE_UNIT) + page * in_units(kv.k_page, T.STRIDE_UNIT)
@@ -232,7 +243,7 @@ def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring,
 
 
 @triton.jit
-def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep, scoring, T: tl.constexpr):
+def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: tl.constexpr):
     """Fold a tile of latents, anywhere in the cache, into the state.
 
     Args:
@@ -241,11 +252,12 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep
         q_pe: [BLOCK_M, BLOCK_R], or None.
         latents: views.LatentTensors.
         kv: views.LatentLayout.
-        page, slot, keep: from `find_keys`.
+        at: from `find_keys`.
         scoring: Scoring.
         T: LatentTiling.
     """
-    page = page.to(tl.int64)  # page * stride passes 2^31
+    keep, slot = at >= 0, at % T.PAGE_SIZE
+    page = (at // T.PAGE_SIZE).to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
     c_rows = (latents.c + page * kv.c_page + slot * T.C_SLOT)[:, None]
@@ -303,13 +315,13 @@ def attend_list(acc, m_i, l_i, q, q_pe, latents, kv, place, start, stop, scoring
         scoring, T: see there.
         N: Naming.
     """
-    page, slot, keep = find_keys(place, load_entries(place, start, N), start, N)
+    at = find_keys(place, load_entries(place, start, N), start, N)
     ahead = load_entries(place, start + 1, N)
     for tile in tl.range(start, stop):
-        next_page, next_slot, next_keep = find_keys(place, ahead, tile + 1, N)
+        following = find_keys(place, ahead, tile + 1, N)
         ahead = load_entries(place, tile + 2, N)
-        acc, m_i, l_i = attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, keep, scoring, T)
-        page, slot, keep = next_page, next_slot, next_keep
+        acc, m_i, l_i = attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T)
+        at = following
     return acc, m_i, l_i
 
 
@@ -354,7 +366,7 @@ def chosen_kernel(
     count = count_of(lists, token, kv_head)
     start, stop = part_of(tl.cdiv(count * BLOCK_SIZE, BLOCK_N), split, num_splits)
     place = Place(entries_of(lists, token, kv_head), count, table_row(kv, seq, stride_table), end)
-    page, slot, keep = find_keys(place, load_entries(place, start, N), start, N)
+    at = find_keys(place, load_entries(place, start, N), start, N)
     ahead = load_entries(place, start + 1, N)
     rows = find_rows_of_token(token, kv_head, block, GROUP, BLOCK_M)
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
@@ -365,10 +377,10 @@ def chosen_kernel(
     q = load_queries(inputs, rows, T)
     acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
     for tile in tl.range(start, stop):
-        next_page, next_slot, next_keep = find_keys(place, ahead, tile + 1, N)
+        following = find_keys(place, ahead, tile + 1, N)
         ahead = load_entries(place, tile + 2, N)
-        acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, page, slot, keep, scoring, T)
-        page, slot, keep = next_page, next_slot, next_keep
+        acc, m_i, l_i = attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, at, scoring, T)
+        at = following
     if PDL:
         gdc_launch_dependents()
     columns = columns_of(HEAD_DIM_V, 1, BLOCK_M)
