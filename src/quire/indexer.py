@@ -62,9 +62,9 @@ def mqa_logits(
     check_like_queries("k", k, q, (None, dim))
     scale = None if k_scale is None else check_numbers("k_scale", k_scale, q, k.shape[0], torch.float32)
     check_weights(weights, q)
-    ends = [check_numbers(name, x, q, num_tokens, torch.int32) for name, x in (("begin", begin), ("end", end))]
+    first = check_numbers("begin", begin, q, num_tokens, torch.int32)
     columns = k.shape[0]
-    ends[1] = ends[1].clamp(max=columns)
+    last = check_numbers("end", end, q, num_tokens, torch.int32).clamp(max=columns)
     if num_columns is not None:
         columns = check_integer("num_columns", num_columns, "pass the most keys of a token", 0, MOST_COLUMNS)
     out = torch.empty(num_tokens, columns, dtype=torch.float32, device=q.device)
@@ -72,11 +72,11 @@ def mqa_logits(
     if out.numel() == 0:
         return out
     if is_served_by_torch(q.device):
-        by_torch.mqa_logits(q, k, scale, weights, *ends, out, from_begin=from_begin)
+        by_torch.mqa_logits(q, k, scale, weights, first, last, out, from_begin=from_begin)
     else:
         from quire.kernels import indexer
 
-        indexer.mqa_logits(q, k, scale, weights, *ends, None, out, tokens_each=TOKENS, from_begin=from_begin)
+        indexer.mqa_logits(q, k, scale, weights, first, last, None, out, tokens_each=TOKENS, from_begin=from_begin)
     return out
 
 

@@ -986,8 +986,8 @@ def test_attention_to_chosen_keys_compiles_and_fits(target, features):
         assert each.shared <= TARGETS[target].shared_memory and each.occupancy >= 1, each
         if target in NO_SPILLS:
             # Blocks of 64 heads leave few registers for addresses, with Triton 3.9.0 none.
-            many = plan.launch.config.block_m == 64
-            assert each.spills <= (600 if many else 2 * BY_CHOICE), each
+            many = 608 if triton.__version__ == "3.9.0" else 96
+            assert each.spills <= (many if plan.launch.config.block_m == 64 else BY_CHOICE), each
 
 
 @pytest.mark.parametrize(

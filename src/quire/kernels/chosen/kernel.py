@@ -30,6 +30,7 @@ from quire.kernels.primitives import (
     load_queries,
     load_rows,
     load_tile,
+    scale_to_float16,
     table_row,
 )
 from quire.kernels.states import LOG2E, Outputs, add_product, combine_at_once, empty_state, softmax_step, store_result
@@ -248,7 +249,7 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
 
     Args:
         acc, m_i, l_i: the running state, from `empty_parts`.
-        q: from `load_query_parts`.
+        q: from `load_query_parts`, or what `scale_to_float16` makes of it.
         q_pe: [BLOCK_M, BLOCK_R], or None.
         latents: views.LatentTensors.
         kv: views.LatentLayout.
@@ -261,7 +262,9 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
     c_rows = (latents.c + page * kv.c_page + slot * T.C_SLOT)[:, None]
-    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16
+    # Queries in bfloat16 may come as float16, and after the last part the number by which each row was divided.
+    DIVIDED: tl.constexpr = len(q) > T.PARTS
+    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16 and not DIVIDED
     WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
     parts, scales = (), ()
     scores = tl.zeros([m_i.shape[0], T.BLOCK_N], tl.float32)
@@ -270,7 +273,8 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
         mask = keep[:, None]
         if T.RANK != T.BLOCK_C:
             mask = mask & (columns < T.RANK)[None, :]
-        part = T.DECODE(tl.load(c_rows + columns[None, :], mask=mask, other=0.0), q[i].dtype)
+        stored = tl.load(c_rows + columns[None, :], mask=mask, other=0.0)
+        part = T.DECODE(stored, q[i].dtype)
         products = tl.dot(q[i], tl.trans(part), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
         if T.SCALED:  # stored numbers are multiplied, which is exact, and then scaled
             s_rows = latents.scale + page * kv.scale_page + slot * kv.scale_slot
@@ -280,8 +284,12 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
                 part = (part.to(tl.float32) * scale[:, None]).to(part.dtype)
             else:
                 scales = scales + (scale,)
+                if DIVIDED:
+                    part = T.DECODE(stored, q_pe.dtype)
         parts = parts + (part,)
         scores += products
+    if DIVIDED:
+        scores = scores * q[T.PARTS][:, None]
     if T.ROPE > 0:
         offs_r = tl.arange(0, T.BLOCK_R)
         r_rows = (latents.rope + page * kv.rope_page + slot * T.ROPE_SLOT)[:, None]
@@ -451,6 +459,9 @@ def chosen_latents_kernel(
     q_pe = None
     if ROPE > 0:
         q_pe = load_rows(q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head, rows.owned, ROPE, BLOCK_R)
+    # Numbers in e4m3 become float16 with fewer instructions than bfloat16. More rows have no registers for it.
+    if SCALED and BLOCK_M < 64 and q_ptr.dtype.element_ty == tl.bfloat16:
+        q = scale_to_float16(q)
     v_scale = 1.0
     if latents.scale is not None and not SCALED:
         v_scale = tl.load(latents.scale)

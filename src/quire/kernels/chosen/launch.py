@@ -16,7 +16,6 @@ from quire.dispatch.tree import padded, power_of_two
 from quire.kernels import views
 from quire.kernels.launch import constexprs_of, key_of
 from quire.kernels.scratch import Part, ScratchSize, counter_bytes
-from quire.spec import AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
@@ -59,11 +58,9 @@ class ChosenLaunch:
         return min(self.config.block_m, power_of_two(self.request.spec.group_size))
 
     def block_n(self, cache: PagedKVCache) -> int:
-        """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
+        """Return the keys of a tile: fewer where keys and values are converted one at a time, which takes registers."""
         block_n = self.config.block_n
-        if cache.dtype is self.request.spec.dtype:
-            return block_n
-        return min(FEW_KEYS, block_n) if cache.is_latent else max(16, block_n // 2)
+        return block_n if cache.dtype is self.request.spec.dtype or cache.is_latent else max(16, block_n // 2)
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
@@ -344,7 +341,7 @@ def propose(request: Request, options: Options) -> tuple[ChosenLaunch, str] | st
         return "batches without chosen keys"
     if options.config is not None:
         return "config"
-    config, reason = choose_config(request.spec, request.device)
+    config, reason = choose_config(request)
     launch = ChosenLaunch(request, config)
     if options.num_splits is not None:
         return replace(launch, num_splits=options.num_splits), reason
@@ -353,20 +350,25 @@ def propose(request: Request, options: Options) -> tuple[ChosenLaunch, str] | st
     return replace(launch, num_splits=choose_num_splits(launch)), reason
 
 
-def choose_config(spec: AttentionSpec, device: DeviceProperties) -> tuple[KernelConfig, str]:
+def choose_config(request: Request) -> tuple[KernelConfig, str]:
     """Return the configuration for all batches of a spec, so that results do not depend on the batch, and the reason.
 
-    Each block of heads gathers the keys again. So a block of latents has 64 heads where wgmma multiplies them. The
-    addresses of gathered rows take registers: with more rows, tiles of latents have fewer keys, and more are in flight.
+    Each block of heads gathers the keys again. So a block of latents has 64 heads where wgmma multiplies them. What is
+    carried and converted takes registers: with more than 16 heads, a tile has fewer keys, and more tiles are in flight.
     """
+    spec, device = request.spec, request.device
     rows = power_of_two(spec.group_size)
     config, reason = tree.select(spec, device, rows, rows * device.num_sms, KEYS, 1, fitted=False)
     if spec.latent and config.block_n >= FEW_KEYS and not device.has_mfma:
         config = replace(config, num_warps=8)
     if spec.latent and config.block_m > 16 and config.block_n > FEW_KEYS:
-        config = replace(config, block_n=FEW_KEYS, num_stages=config.num_stages + 1)
-        if device.has_wgmma and rows >= ROWS_OF_WGMMA:
-            config = replace(config, block_m=ROWS_OF_WGMMA, num_stages=3)
+        few = replace(config, block_n=FEW_KEYS, num_stages=config.num_stages + 1)
+        tall = device.has_wgmma and rows >= ROWS_OF_WGMMA
+        is_plain = spec.kv_dtype is spec.dtype and request.extra_chosen is None
+        if tall and is_plain:
+            config = replace(config, block_m=ROWS_OF_WGMMA, num_stages=2)
+        else:
+            config = replace(few, block_m=ROWS_OF_WGMMA, num_stages=3) if tall else few
     return config, reason
 
 
