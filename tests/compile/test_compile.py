@@ -985,9 +985,9 @@ def test_attention_to_chosen_keys_compiles_and_fits(target, features):
     for each in compiled:
         assert each.shared <= TARGETS[target].shared_memory and each.occupancy >= 1, each
         if target in NO_SPILLS:
-            # Blocks of 64 heads leave few registers for addresses, with Triton 3.9.0 none.
-            many = 608 if triton.__version__ == "3.9.0" else 96
-            assert each.spills <= (many if plan.launch.config.block_m == 64 else BY_CHOICE), each
+            # Blocks of 64 heads leave few registers for what is carried, with Triton 3.9.0 none.
+            few, many = (88, 608) if triton.__version__ == "3.9.0" else (BY_CHOICE, 96)
+            assert each.spills <= (many if plan.launch.config.block_m == 64 else few), each
 
 
 @pytest.mark.parametrize(
