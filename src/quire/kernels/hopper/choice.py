@@ -50,6 +50,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return "latents"
     if request.has_tree:
         return "draft trees"
+    if request.chosen is not None:
+        return "chosen keys"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"
     if options.batch_invariant:

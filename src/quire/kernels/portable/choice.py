@@ -38,6 +38,8 @@ def rounded(request: Request) -> tuple[int, float, int, int]:
 
 def propose(request: Request, options: Options) -> tuple[PortableLaunch, str] | str:
     """Return a launch of the portable kernel and the reason; or, in words, what it does not serve."""
+    if request.chosen is not None:
+        return "chosen keys"
     return "latents" if request.spec.latent else choose(request, options)
 
 
