@@ -12,6 +12,8 @@ from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
+ROWS_OF_PRODUCT = 16  # of mma.sync
+LEAST_OWN_ROWS = 64  # of a row block, whose warps have rows of their own
 MIN_TMA_BOX = 8  # least rows of a page in one TMA load, as the layouts of swizzled tiles have
 
 
@@ -163,6 +165,10 @@ class KernelConfig:
     def hints(self) -> dict[str, int]:
         """Options that the compiler for AMD GPUs takes and others do not, by name."""
         return {name: getattr(self, name) for name in HINTS if getattr(self, name)}
+
+    def has_own_rows(self, properties: DeviceProperties) -> bool:
+        """Whether each warp multiplies rows of its own by mma.sync, not some columns of all rows."""
+        return properties.has_mma_sync and self.block_m >= max(LEAST_OWN_ROWS, ROWS_OF_PRODUCT * self.num_warps)
 
     def shared_memory(self, spec: AttentionSpec) -> int:
         """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight."""

@@ -164,7 +164,7 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
     if block_m * max(config.block_dv, config.block_n) > most:
         return None
     taller = replace(config, block_m=block_m, full_tile_loop=True)
-    if block_m > 32:
+    if block_m > (64 if device.has_mma_sync else 32):  # of mma.sync, a warp has 16 rows
         taller = replace(taller, num_warps=8, programs_per_sm=1)
     room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
     while taller.num_stages > 2 and taller.shared_memory(spec) > room:

@@ -297,7 +297,7 @@ class PortableLaunch:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
-            "FIXED_SPLIT": self.fixed_split_size,
+            "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
         } | options | (self.partition_constexprs() if self.num_partitions else {})  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
