@@ -1,10 +1,15 @@
 """What targets without wgmma get from the portable kernel: shared memory, layouts of tiles, and full-tile loops."""
 
+from itertools import product
+
 import pytest
+import torch
 import triton
 
 import quire
+from quire.dispatch.config import KernelConfig
 from quire.dispatch.request import Bounds, Options, Request
+from quire.dispatch.tree import padded
 from quire.kernels.portable.launch import PortableLaunch
 from quire.plan import decide
 from quire.targets import TARGETS, Launch
@@ -37,6 +42,39 @@ def decided(target: str, heads: dict, batch: tuple[int, int, int, int]) -> Porta
 
 def test_targets_without_wgmma_and_tensor_memory_have_mma_sync_alone():
     assert [name for name, target in TARGETS.items() if target.properties.has_mma_sync] == list(MMA_SYNC)
+
+
+@pytest.mark.parametrize(
+    ("target", "heads", "batch", "tile"),
+    [
+        ("sm80", LLAMA, DECODE, (16, 64, 4, 3)),
+        extended("sm89", LLAMA, DRAFTS, (32, 64, 4, 3)),
+        extended("sm120", LLAMA, PROMPT, (64, 64, 4, 2)),
+        ("sm89", WIDE, PROMPT, (64, 32, 4, 3)),  # with a tile more it would exceed 99 KB
+        extended("sm80", WIDE, PROMPT, (128, 64, 8, 2)),
+        extended("sm86", NARROW, PROMPT, (64, 128, 4, 3)),
+        extended("sm89", LLAMA | {"kv_dtype": torch.float8_e4m3fn}, DECODE, (16, 128, 4, 3)),
+        extended("sm80", LLAMA | {"kv_dtype": torch.float8_e4m3fn}, PROMPT, (64, 32, 4, 3)),
+        extended("sm80", LLAMA | {"kv_dtype": torch.int8}, PROMPT, (64, 32, 4, 3)),
+    ],
+)
+def test_shared_memory_is_counted_as_the_compiler_allocates_it(target, heads, batch, tile):
+    """One tile is in registers while it is multiplied."""
+    wide = padded(heads["head_dim"])
+    config = KernelConfig(*tile, True, 1, wide, wide)
+    launch = launch_of(heads, batch, config=config)
+    properties = TARGETS[target].properties
+    counted = config.shared_memory(launch.spec, properties)
+    assert counted <= properties.shared_memory
+    kernel = next(k for k in launch.compile(TARGETS[target])[1] if k.kernel == "portable_kernel")
+    room = 1024 if launch.spec.kv_dtype is launch.spec.dtype else counted  # conversions of int8 take fewer stages
+    assert counted - room <= kernel.shared <= counted, (kernel, counted)
+
+
+@pytest.mark.parametrize("heads", [LLAMA], ids=["128"])
+def test_cards_with_99_kb_have_a_tile_in_flight_while_one_is_multiplied(heads):
+    for target, batch in product(MMA_SYNC[1:], (DECODE,)):
+        assert decided(target, heads, batch).config.num_stages >= 3
 
 
 @pytest.mark.parametrize(

@@ -226,9 +226,9 @@ def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: Dev
     Batch-invariant plans store the state of a split in the loop over tiles, through shared memory.
     """
     state = 4 * config.block_m * config.block_dv
-    while config.num_stages > 2 and config.shared_memory(spec) + state > device.shared_memory:
+    while config.num_stages > 2 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16 and config.shared_memory(spec) + state > device.shared_memory:
+    if config.block_n > 16 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
 

@@ -167,9 +167,9 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
     if block_m > (64 if device.has_mma_sync else 32):  # of mma.sync, a warp has 16 rows
         taller = replace(taller, num_warps=8, programs_per_sm=1)
     room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
-    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
+    while taller.num_stages > 2 and taller.shared_memory(spec, device) > room:
         taller = replace(taller, num_stages=taller.num_stages - 1)
-    return taller if taller.shared_memory(spec) <= room else None
+    return taller if taller.shared_memory(spec, device) <= room else None
 
 
 def choose_partitions(
