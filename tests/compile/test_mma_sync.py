@@ -80,6 +80,7 @@ def test_cards_with_99_kb_have_a_tile_in_flight_while_one_is_multiplied(heads):
 @pytest.mark.parametrize(
     ("target", "heads", "batch"),
     [
+        ("sm80", LLAMA, CHUNK),
         extended("sm80", LLAMA, PROMPT),
         extended("sm89", WIDE, PROMPT),
         ("sm80", WIDE, PROMPT),
@@ -104,3 +105,9 @@ def test_warps_have_rows_of_their_own(target, heads, batch, assembled):
         assert sum(op.startswith("BAR.SYNC") for op in loop) <= 3
     masked, full = (loops.count_kinds(loop)["integers and branches"] for loop in found)
     assert full < 0.8 * masked
+
+
+def test_a_second_launch_combines_tall_partials():
+    chunk = decided("sm80", LLAMA, CHUNK)
+    assert chunk.has_combine_launch and chunk.partial_rows == 64
+    assert not decided("sm80", LLAMA, (1, 4, 16384, 4)).has_combine_launch

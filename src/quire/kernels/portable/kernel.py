@@ -267,8 +267,9 @@ def portable_kernel(
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
         ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
-    # With packed fp8, fewer programs of an SM would have registers for sums of columns.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not PACKED_FP8 else 1
+    # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
+    # rows without others.
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
         groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS,

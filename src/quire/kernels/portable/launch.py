@@ -29,6 +29,7 @@ NEVER = 1 << 30  # tiles
 # Partials of a mean row block from which on a second launch combines them: with one query, and with drafts.
 COMBINE_LAUNCH_FROM, DRAFTS_COMBINE_LAUNCH_FROM = 2, 4
 TALL = 8  # rows of a partial: four of them take 5.5 us, and 6.3 without a second launch (NVIDIA H200, 2026-11-26)
+VERY_TALL = 64  # the same, of which one program combines one partial after the other
 MOST_AT_ONCE = 64  # partials of a row
 PARTIALS_OF_FEW_BLOCKS = 8  # of a row block where sequences have several, which are cut if half of the device idles
 LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
@@ -81,9 +82,11 @@ class PortableLaunch:
     def full_tile_loop(self) -> bool:
         """Whether full tiles, of which every row sees every key, have a separate loop, without masks.
 
-        Partitions of several row blocks are short, and slower with two loops. Those of fixed splits have one, too.
+        Partitions of several row blocks are short, and slower with two loops, except where arithmetic takes longer than
+        memory. Those of fixed splits have one, too.
         """
-        return self.config.full_tile_loop and not (self.num_partitions and (self.multi_block or self.fixed_split_size))
+        one_loop = self.fixed_split_size or (self.multi_block and not self.request.device.has_mma_sync)
+        return self.config.full_tile_loop and not (self.num_partitions and one_loop)
 
     @property
     def partial_rows(self) -> int:
@@ -121,7 +124,9 @@ class PortableLaunch:
             tiles = cdiv(power_of_two(bounds.max_seq_len), self.config.block_n)
             pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
             least = COMBINE_LAUNCH_FROM if bounds.max_query_len == 1 else DRAFTS_COMBINE_LAUNCH_FROM
-            return pays and self.mean_partials >= least and self.request.device.supports_pdl
+            device = self.request.device
+            starts_early = device.supports_pdl or (device.has_mma_sync and self.partial_rows >= VERY_TALL)
+            return pays and self.mean_partials >= least and starts_early
         request = rounded_up(self.request)
         splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
         row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
