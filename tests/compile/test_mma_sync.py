@@ -111,3 +111,9 @@ def test_a_second_launch_combines_tall_partials():
     chunk = decided("sm80", LLAMA, CHUNK)
     assert chunk.has_combine_launch and chunk.partial_rows == 64
     assert not decided("sm80", LLAMA, (1, 4, 16384, 4)).has_combine_launch
+
+
+def test_the_decode_launch_of_a_mixed_batch_has_tiles_of_few_rows():
+    plan, kernels = launch_of(LLAMA, MIXED).compile(TARGETS["sm80"])
+    assert [kernel.kernel for kernel in kernels].count("portable_kernel") == 2
+    assert plan.launch.decode.config.block_m == 16 < plan.launch.config.block_m

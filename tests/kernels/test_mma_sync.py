@@ -10,9 +10,11 @@ import quire
 from quire.dispatch import device as devices
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.tree import forget_trees
-from quire.testing import make_problem
+from quire.testing import make_problem, unwritten
 
 pytestmark = pytest.mark.triton
+DRAFTS = 4  # queries of a sequence, up to which the decode launch serves it, with groups of 4
+DECODING = ((1, 700), (DRAFTS, 170), (1, 33))
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +58,56 @@ def test_panels_have_at_most_as_many_columns_as_asked():
     assert of(128, 64) == (64, 64) and of(256, 64) == (64,) * 4 and of(256, 128) == (128, 128)
     assert of(64, 64) == (64,) and of(128, 64, 2) == (64,) and of(256, 64, 2) == (64, 64)
     assert of(192, 128) == (128, 64) and of(136, 64) == (64, 64, 16) and of(80, 128) == panel_widths(80, 1, 64)
+
+
+@pytest.mark.parametrize("lens", [(*DECODING, (40, 90)), ((40, 90), *DECODING, (5, 300), (1, 1), (0, 7), (33, 33))])
+@pytest.mark.parametrize("window", [None, 20])
+def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(lens, window, device, assert_within_budget):
+    spec = spec_of(sliding_window=window, sinks=True)
+    p = make_problem(spec, lens, device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
+    if devices.device_properties(p.q.device).has_mma_sync:
+        assert plan.launch.decode.max_decode_queries == DRAFTS and plan.launch.min_queries == DRAFTS + 1, plan
+        assert plan.launch.decode.config.block_m == 16 < plan.launch.config.block_m
+    for _ in range(2):  # counters are 0 again
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True))
+
+
+@pytest.mark.parametrize("lens", [((40, 600), *DECODING), (*DECODING, (33, 300), (1, 400), (0, 5), (18, 600), (2, 2))])
+def test_both_launches_of_a_mixed_batch_may_have_partitions(lens, device, monkeypatch, assert_within_budget):
+    from quire.kernels.portable import choice
+
+    monkeypatch.setattr(choice, "may_be_uneven", lambda request: True)
+    p = make_problem(spec_of(), lens, device=device)
+    plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="portable")
+    if devices.device_properties(p.q.device).has_mma_sync:
+        assert plan.launch.num_partitions and plan.launch.multi_block and plan.launch.decode.num_partitions, plan
+    for _ in range(2):
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
+@pytest.mark.parametrize(
+    ("lens", "options"),
+    [
+        (((40, 40),) * 3, {}),  # equal prompts
+        (((40, 40), (33, 33), (40, 40)), {}),  # prompts of most of the tokens that they may have, without keys before
+        (((12, 90), (1, 40)), {}),  # one tile has all rows of any sequence
+        (((40, 90), (1, 90)), {"batch_invariant": True}),
+        (((40, 90), (1, 90)), {"num_splits": 1}),
+    ],
+)
+def test_other_batches_have_one_launch(lens, options, device):
+    p = make_problem(spec_of(), lens, device=device)
+    plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="portable", **options)
+    assert plan.launch.decode is None, plan
+
+
+def test_each_launch_of_a_step_that_appends_writes_the_tokens_of_its_sequences(device, assert_within_budget):
+    spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=16, dtype=torch.float16)
+    p = make_problem(spec, ((1, 700), (9, 300), (1, 40), (1, 80)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
+    if devices.device_properties(p.q.device).has_mma_sync:
+        assert plan.launch.decode is not None and plan.appender(p.cache) is not None, plan
+    cache, new = unwritten(p)
+    assert_within_budget(p, quire.attention(p.q, cache, plan, **new, return_lse=True))
+    assert torch.equal(cache.k.nan_to_num(), p.cache.k.nan_to_num())

@@ -34,6 +34,7 @@ from quire.kernels.portable.schedule import (
     load_part,
     load_sequence,
     next_row_block,
+    skip_decoding,
     skip_prompts,
     span,
     units_here,
@@ -251,6 +252,7 @@ def portable_kernel(
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # of Form
+    MIN_QUERIES: tl.constexpr,  # of Units
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows of a partial that are stored
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
@@ -302,6 +304,9 @@ def portable_kernel(
         if cu_seqlens_q is not None:
             if row_block * BLOCK_M >= sequence.q_len * GROUP:
                 return
+        if MIN_QUERIES > 0:
+            if sequence.q_len < MIN_QUERIES:
+                return
         rows, _, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
@@ -309,7 +314,9 @@ def portable_kernel(
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
     else:
         TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
+        U: tl.constexpr = Units(
+            GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES
+        )  # fmt: skip
         # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
         COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
         # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -332,6 +339,8 @@ def portable_kernel(
             next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
             if MAX_DECODE_QUERIES > 0:
                 next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
+            if MIN_QUERIES > 0:
+                next_seq = skip_decoding(cu_seqlens_q, next_seq, part.last_seq, MIN_QUERIES)
             ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
             stop_tile = (first + stop) * TILES
             if FIXED_SPLIT > 0:
