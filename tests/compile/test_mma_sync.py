@@ -71,9 +71,9 @@ def test_shared_memory_is_counted_as_the_compiler_allocates_it(target, heads, ba
     assert counted - room <= kernel.shared <= counted, (kernel, counted)
 
 
-@pytest.mark.parametrize("heads", [LLAMA], ids=["128"])
+@pytest.mark.parametrize("heads", [LLAMA, WIDE], ids=["128", "256"])
 def test_cards_with_99_kb_have_a_tile_in_flight_while_one_is_multiplied(heads):
-    for target, batch in product(MMA_SYNC[1:], (DECODE,)):
+    for target, batch in product(MMA_SYNC[1:], (DECODE, DRAFTS, CHUNK)):
         assert decided(target, heads, batch).config.num_stages >= 3
 
 
