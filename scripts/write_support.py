@@ -394,7 +394,8 @@ Other cells name the targets or the batches that are served, or say what the ker
 ## Features and targets
 
 The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
-`split_kv` and `block` are the two kernels of the family `portable`. Where it says "none", a plan is refused.
+`split_kv` and `block` are the two forms of the portable kernel: with keys split over programs, and without.
+Where it says "none", a plan is refused.
 The tests compile for all targets. The H200 and the H100 were measured, no other ([results](results/README.md)).
 
 {by_target}

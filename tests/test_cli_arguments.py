@@ -203,6 +203,7 @@ def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
     [
         (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
         (["--only", "grid 1/17:"], "got 'grid 1/17:'; pass --grid N and --seed S too"),
+        (["--latents"], "--latents must be given with --grid; add --grid N"),
         (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
         (["--peers", "Quire 0,"], "--peers must begin the names of some of"),
         (["--peers", ","], "--peers must begin the names of some of"),

@@ -241,7 +241,7 @@ def choose_num_splits(launch: HopperLaunch, costs: CostModel) -> int:
 
     There is one, unless work tiles leave half of the device idle, or chunks leave programs idle in their last round.
     Where lengths may differ, most splits have few keys. So there are as many splits as their states have room. With
-    more work tiles, programs cut (`cuts.py`).
+    more work tiles, programs cut (`schedule.py`).
     """
     request, config, device = launch.request, launch.config, launch.request.device
     num_work_tiles = launch.num_work_tiles(request.bounds.num_tokens)

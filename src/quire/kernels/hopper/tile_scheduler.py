@@ -74,6 +74,12 @@ def place_of_work_tile(index, num_row_blocks, num_singles, division, config):
 
 
 @gluon.jit
+def address_of(batch, at):
+    """Return where the row block at a Place is. `find_work_tile` takes that too, and waits for its loads."""
+    return batch.places + at.row_block * FIELDS
+
+
+@gluon.jit
 def load_row_block(batch, index, num_row_blocks, num_singles, division, config):
     """Begin to load the row block of the queue's index-th work tile: a field in each lane of the first ones.
 
@@ -83,14 +89,17 @@ def load_row_block(batch, index, num_row_blocks, num_singles, division, config):
     lane = gl.arange(0, 32 * gl.num_warps(), LAYOUT)
     at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
     exists = (at.row_block >= 0) & (at.row_block < num_row_blocks)
-    return gl.load(batch.places + at.row_block * FIELDS + lane, mask=exists & (lane < FIELDS), other=0)
+    return gl.load(address_of(batch, at) + lane, mask=exists & (lane < FIELDS), other=0)
 
 
 @gluon.jit
 def field_of(row_block, i: gl.constexpr):
-    """Return the i-th field of a RowBlock that `load_row_block` returned."""
-    lane = gl.arange(0, row_block.shape[0], row_block.type.layout)
-    return gl.sum(gl.where(lane == i, row_block, 0), 0)
+    """Return the i-th field of a RowBlock, of what `load_row_block` or `address_of` returned."""
+    if row_block.dtype.is_ptr():
+        return gl.load(row_block + i)
+    else:
+        lane = gl.arange(0, row_block.shape[0], row_block.type.layout)
+        return gl.sum(gl.where(lane == i, row_block, 0), 0)
 
 
 @gluon.jit
