@@ -255,6 +255,12 @@ IN_INTERPRETER = {
     "sequences found one too late": Mutant(
         "kernels/portable/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
     ),
+    "sequences of another launch in a partition": Mutant(
+        "kernels/portable/schedule.py",
+        "ours & (sequences.q_len >= U.MIN_QUERIES)",
+        "ours",
+        SCHEDULE + "each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots[4]",
+    ),
     "the last row blocks of a sequence are those of another length": Mutant(
         "kernels/portable/schedule.py",
         "tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)",
