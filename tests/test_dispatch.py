@@ -582,7 +582,7 @@ def test_unknown_devices_have_the_generic_tree():
     unknown = replace(PROPERTIES, num_sms=77, shared_memory=100 * 1024)
     config, why = select(SPEC, unknown, *rounded(SPEC, unknown, 1, 2048, 32))
     assert why.startswith("generic tree at")
-    assert config.shared_memory(SPEC) <= unknown.shared_memory
+    assert config.shared_memory(SPEC, unknown) <= unknown.shared_memory
 
 
 def test_features_are_bounds_rounded_up():

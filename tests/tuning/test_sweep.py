@@ -142,7 +142,8 @@ def test_the_space_is_legal_and_begins_with_the_default(target, quick):
         assert configs[0] == default_config(job.case, properties)
         for config in configs[1:]:
             if isinstance(config, KernelConfig):
-                assert config.shared_memory(job.case.spec) * config.programs_per_sm <= properties.shared_memory
+                shared_memory = config.shared_memory(job.case.spec, properties)
+                assert shared_memory * config.programs_per_sm <= properties.shared_memory
         assert (HOPPER in configs) == (target == "sm90" and job.case.bounds["max_query_len"] > 1)
 
 
@@ -224,7 +225,7 @@ def test_latents_have_a_space_of_their_own(target):
             assert config.block_m <= max(16, features(job.case, properties)["rows_per_seq"])
             assert not config.full_tile_loop
         for config in configs[1:]:
-            assert config.shared_memory(job.case.spec) * config.programs_per_sm <= properties.shared_memory
+            assert config.shared_memory(job.case.spec, properties) * config.programs_per_sm <= properties.shared_memory
         assert set(configs_of(job.case, properties, quick=True)) <= set(configs)
 
 

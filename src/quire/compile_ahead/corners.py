@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
+from typing import Any
 
 from quire.dispatch.config import heads_that_fit
 from quire.dispatch.device import DeviceProperties
@@ -51,7 +52,7 @@ def points(
     device: DeviceProperties,
     limits: Bounds,
     max_num_seqs: int,
-    per_token: Sequence[tuple[bool, bool]],
+    per_token: Sequence[tuple[Any, ...]],
     min_query_len: int,
     min_seq_len: int,
 ) -> Iterator[Request]:
@@ -62,7 +63,8 @@ def points(
         device: the device's properties.
         limits: most queries of a sequence, most keys of a sequence, and most tokens.
         max_num_seqs: most sequences.
-        per_token: of each kind of batches, whether it has intervals and trees.
+        per_token: of each kind of batches, whether it has intervals and trees; or also a flat table, and the kind of
+            its chosen keys.
         min_query_len: fewest queries of a batch's longest sequence.
         min_seq_len: fewest keys of a batch's longest sequence.
     """

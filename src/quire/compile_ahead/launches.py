@@ -43,13 +43,13 @@ def launches_within(
     max_num_tokens: int,
     max_seq_len: int,
     batch_invariant: bool,
-    per_token: Sequence[tuple[bool, bool]] = ((False, False),),
+    per_token: Sequence[tuple[Any, ...]] = ((False, False),),
     min_query_len: int = 1,
     min_seq_len: int = 1,
 ) -> Iterator[Launch]:
     """Enumerate launches that have all kernels of batches within the bounds: those at `corners.points`.
 
-    `per_token` says of each kind of batches whether it has intervals and trees.
+    `per_token` is that of `points`.
     """
     options, limits = Options(batch_invariant=batch_invariant), Bounds(max_num_tokens, max_seq_len, max_num_tokens)
     for request in points(spec, device, limits, max_num_seqs, per_token, min_query_len, min_seq_len):

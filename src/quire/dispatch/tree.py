@@ -116,6 +116,7 @@ def features_of(
         "head_dim": max(block_d, block_dv),
         "head_padding": block_d - spec.head_dim + block_dv - spec.head_dim_v,
         "shared_kib": properties.shared_memory // 1024,
+        "mma_sync": int(properties.has_mma_sync),
         "gbps_per_sm": properties.memory_gbps / properties.num_sms,
         "query_bytes": spec.dtype.itemsize,
         "kv_bytes": spec.kv_dtype.itemsize,

@@ -24,8 +24,8 @@ USER_TREES = f"${VARIABLE}, $XDG_CONFIG_HOME/quire/trees or ~/.config/quire/tree
 GENERIC = "generic"  # the shipped tree for every device, and a leaf of a fitted tree that leaves the choice to it
 MOST_LEVELS = 32  # of nodes
 SPEC_FEATURES = (
-    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "gbps_per_sm", "query_bytes", "kv_bytes",
-    "int8_cache",
+    "group_size", "num_kv_heads", "head_dim", "head_padding", "shared_kib", "mma_sync", "gbps_per_sm", "query_bytes",
+    "kv_bytes", "int8_cache",
 )  # fmt: skip
 BATCH_FEATURES = "rows_per_seq", "rows_per_sm", "keys_per_seq", "keys_per_sm", "queries_per_seq"
 MOST_OF_LEAF = {

@@ -15,7 +15,14 @@ from quire.kernels.hopper.launch import (
     width_of_part,
 )
 from quire.kernels.portable.choice import choose as choose_portable
-from quire.kernels.portable.choice import fills, has_one_split, is_tiny, rounded
+from quire.kernels.portable.choice import (
+    fills,
+    has_few_queries,
+    has_one_split,
+    is_tiny,
+    most_decode_queries,
+    rounded,
+)
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE
 from quire.spec import AttentionSpec
 
@@ -34,13 +41,10 @@ MIN_SPLIT_CHUNK_KEYS = 512  # keys that a query of a chunk may see, from which o
 PARTIAL_COST_KEYS = 512  # that a row block could see while a partial is written and read
 MAX_TIME_RATIO_OF_ROUNDS = 0.9  # more splits are taken if they take at most this part of the time
 MAX_MEAN_DECODE_QUERIES = 32  # of a ragged batch's sequences, up to which most of them are taken to decode
-# Queries of a sequence on average, up to which the warpgroups of a ragged batch have their own tokens.
-MAX_MEAN_QUERIES_SPLIT_BY_TOKENS = 128
 MIN_SEQS_PER_LONG_SEQ = 8  # sequences for each of the longest that a batch's tokens have room for
 # Of a mixed batch on long contexts: rows of the longest sequence over the number of sequences. Up to the first number,
 # programs have one warpgroup. Up to the second, there is no decode launch. Beyond, prompts may be most of the work.
 MAX_ROWS_OF_ONE_WARPGROUP, MAX_ROWS_WITHOUT_DECODE_LAUNCH = 128, 256
-MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 
 
 def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | str:
@@ -50,6 +54,8 @@ def propose(request: Request, options: Options) -> tuple[HopperLaunch, str] | st
         return "latents"
     if request.has_tree:
         return "draft trees"
+    if request.chosen is not None:
+        return "chosen keys"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"
     if options.batch_invariant:
@@ -320,11 +326,6 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     return replace(launch, decode=decode)
 
 
-def most_decode_queries(spec: AttentionSpec) -> int:
-    """Return the most queries of a sequence that a decode launch serves."""
-    return max(1, MAX_DECODE_ROWS // spec.group_size)
-
-
 def loads_more(request: Request, costs: CostModel) -> bool:
     """Return whether a ragged batch is taken to load more than it multiplies, because most of its sequences decode.
 
@@ -341,12 +342,6 @@ def loads_more(request: Request, costs: CostModel) -> bool:
     few_queries = MIN_SEQS_PER_LONG_SEQ * num_tokens <= queries * tree.power_of_two(request.num_seqs)
     few_rows = rows_for_each(request) <= MAX_ROWS_OF_ONE_WARPGROUP
     return few_queries and few_rows and bounds.max_seq_len <= 16 * costs.short_context
-
-
-def has_few_queries(request: Request) -> bool:
-    """Return whether sequences have few queries on average, as where many of them decode."""
-    num_tokens, num_seqs = tree.power_of_two(request.bounds.num_tokens), tree.power_of_two(request.num_seqs)
-    return num_tokens <= MAX_MEAN_QUERIES_SPLIT_BY_TOKENS * num_seqs
 
 
 def rows_for_each(request: Request) -> float:

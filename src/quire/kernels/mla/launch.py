@@ -112,6 +112,7 @@ class MLALaunch(PortableLaunch):
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
             "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "COMBINE_LAUNCH", "WGMMA",
+            "OWN_ROWS", "MIN_QUERIES",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
@@ -225,9 +226,9 @@ def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: Dev
     Batch-invariant plans store the state of a split in the loop over tiles, through shared memory.
     """
     state = 4 * config.block_m * config.block_dv
-    while config.num_stages > 2 and config.shared_memory(spec) + state > device.shared_memory:
+    while config.num_stages > 2 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16 and config.shared_memory(spec) + state > device.shared_memory:
+    if config.block_n > 16 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
 

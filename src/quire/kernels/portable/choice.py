@@ -7,7 +7,7 @@ from functools import lru_cache
 from quire.dispatch import tree
 from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
 from quire.kernels.launch import once
 from quire.kernels.portable.launch import (
@@ -27,6 +27,9 @@ FEW_KEYS = 64  # that a query sees
 MANY_ROWS, MANY_WIDE_ROWS = 64, 128  # for each SM, above which taller row blocks are faster than those of 16 rows
 IDLE = 8  # programs for each row block: a device with room for that many is nearly idle
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
+MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
+MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
+FEW_QUERIES = 128  # of a ragged batch's sequences on average, up to which many of them are taken to have few
 
 
 @once
@@ -38,6 +41,8 @@ def rounded(request: Request) -> tuple[int, float, int, int]:
 
 def propose(request: Request, options: Options) -> tuple[PortableLaunch, str] | str:
     """Return a launch of the portable kernel and the reason; or, in words, what it does not serve."""
+    if request.chosen is not None:
+        return "chosen keys"
     return "latents" if request.spec.latent else choose(request, options)
 
 
@@ -62,6 +67,8 @@ def choose(request: Request, options: Options, max_decode_queries: int = 0) -> t
         if taller is not None:
             in_pairs = choose_partitions(request, taller, costs, options, max_decode_queries)
             launch = replace(in_pairs, fallback=launch)
+    if options == Options(kernel=options.kernel):
+        launch = with_decode_launch(launch)
     if launch.num_partitions:
         reason += (
             f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
@@ -70,6 +77,44 @@ def choose(request: Request, options: Options, max_decode_queries: int = 0) -> t
 
 
 tree.CHOICES.append(choose)
+
+
+def with_decode_launch(launch: PortableLaunch) -> PortableLaunch:
+    """Return the launch for a batch that may mix decoding sequences with prompts, maybe with a decode launch.
+
+    The host knows the number of tokens, not the length of each sequence. Lengths must differ if there are fewer tokens
+    than `num_seqs * max_query_len`. Some sequences are taken to decode if there are few tokens on average, or if some
+    sequence has keys before its queries. A launch with partitions has the scratch to itself, and so shares it only with
+    a launch that does not run at the same time.
+
+    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. With one launch for both,
+    32 decoding sequences and 2 prompts took 302 us, and 140 with two (NVIDIA H200 as sm80, 2026-11-29). On other
+    targets, mixed batches are the Hopper kernel's, or this was not tried.
+    """
+    request, bounds = launch.request, launch.request.bounds
+    max_queries = most_decode_queries(request.spec)
+    is_tall = launch.multi_block or launch.config.block_m > MIXED_ROWS
+    is_mixed = request.is_ragged and is_tall and not (launch.max_decode_queries or request.has_tree)
+    has_context = power_of_two(bounds.max_seq_len) > power_of_two(bounds.max_query_len)
+    shares = launch.num_partitions == 0 or not request.device.supports_pdl
+    if not (request.device.has_mma_sync and is_mixed and shares and (has_context or has_few_queries(request))):
+        return launch
+    num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
+    decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
+    decode, _ = choose(decoding, Options(), max_queries)
+    if not decode.num_partitions or is_tiny(decode, request.num_seqs):
+        return launch
+    return replace(launch, decode=decode)
+
+
+def most_decode_queries(spec: AttentionSpec) -> int:
+    """Return the most queries of a sequence that a decode launch serves."""
+    return max(1, MAX_DECODE_ROWS // spec.group_size)
+
+
+def has_few_queries(request: Request) -> bool:
+    """Return whether sequences have few queries on average, as where many of them decode."""
+    return power_of_two(request.bounds.num_tokens) <= FEW_QUERIES * power_of_two(request.num_seqs)
 
 
 def shrunk(config: KernelConfig, request: Request) -> KernelConfig:
@@ -164,12 +209,12 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
     if block_m * max(config.block_dv, config.block_n) > most:
         return None
     taller = replace(config, block_m=block_m, full_tile_loop=True)
-    if block_m > 32:
+    if block_m > (64 if device.has_mma_sync else 32):  # of mma.sync, a warp has 16 rows
         taller = replace(taller, num_warps=8, programs_per_sm=1)
     room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
-    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
+    while taller.num_stages > 2 and taller.shared_memory(spec, device) > room:
         taller = replace(taller, num_stages=taller.num_stages - 1)
-    return taller if taller.shared_memory(spec) <= room else None
+    return taller if taller.shared_memory(spec, device) <= room else None
 
 
 def choose_partitions(

@@ -29,6 +29,7 @@ NEVER = 1 << 30  # tiles
 # Partials of a mean row block from which on a second launch combines them: with one query, and with drafts.
 COMBINE_LAUNCH_FROM, DRAFTS_COMBINE_LAUNCH_FROM = 2, 4
 TALL = 8  # rows of a partial: four of them take 5.5 us, and 6.3 without a second launch (NVIDIA H200, 2026-11-26)
+VERY_TALL = 64  # the same, of which one program combines one partial after the other
 MOST_AT_ONCE = 64  # partials of a row
 PARTIALS_OF_FEW_BLOCKS = 8  # of a row block where sequences have several, which are cut if half of the device idles
 LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
@@ -49,6 +50,7 @@ class PortableLaunch:
         combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
+        decode: the launch for sequences with at most `decode.max_decode_queries` queries, which follows; or None.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
@@ -59,6 +61,7 @@ class PortableLaunch:
     combine_cost: float = 0.0
     fixed_split_size: int = 0
     max_decode_queries: int = 0
+    decode: "PortableLaunch | None" = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
 
@@ -81,9 +84,11 @@ class PortableLaunch:
     def full_tile_loop(self) -> bool:
         """Whether full tiles, of which every row sees every key, have a separate loop, without masks.
 
-        Partitions of several row blocks are short, and slower with two loops. Those of fixed splits have one, too.
+        Partitions of several row blocks are short, and slower with two loops, except where arithmetic takes longer than
+        memory. Those of fixed splits have one, too.
         """
-        return self.config.full_tile_loop and not (self.num_partitions and (self.multi_block or self.fixed_split_size))
+        one_loop = self.fixed_split_size or (self.multi_block and not self.request.device.has_mma_sync)
+        return self.config.full_tile_loop and not (self.num_partitions and one_loop)
 
     @property
     def partial_rows(self) -> int:
@@ -121,7 +126,9 @@ class PortableLaunch:
             tiles = cdiv(power_of_two(bounds.max_seq_len), self.config.block_n)
             pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
             least = COMBINE_LAUNCH_FROM if bounds.max_query_len == 1 else DRAFTS_COMBINE_LAUNCH_FROM
-            return pays and self.mean_partials >= least and self.request.device.supports_pdl
+            device = self.request.device
+            starts_early = device.supports_pdl or (device.has_mma_sync and self.partial_rows >= VERY_TALL)
+            return pays and self.mean_partials >= least and starts_early
         request = rounded_up(self.request)
         splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
         row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
@@ -204,11 +211,13 @@ class PortableLaunch:
             keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
-        return frozenset(keys)
+        return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
 
     def with_most_partitions(self) -> "PortableLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
         launch = self if self.fallback is None else replace(self, fallback=self.fallback.with_most_partitions())
+        if self.decode is not None:
+            launch = replace(launch, decode=self.decode.with_most_partitions())
         if not self.num_partitions or self.fixed_split_size:  # of fixed splits, states are counted
             return launch
         return replace(launch, num_partitions=max(self.num_partitions, self.most_partitions))
@@ -226,6 +235,11 @@ class PortableLaunch:
         if cache.scale_kind == "token":
             return "scales per token and head"
         return f"{cache.layout} strides {cache.k.stride()} and {cache.v.stride()}, at which fp8 numbers form no pairs"
+
+    @property
+    def min_queries(self) -> int:
+        """Fewest queries of a sequence that this launch serves; 0 if no other launch serves those with fewer."""
+        return 0 if self.decode is None else self.decode.max_decode_queries + 1
 
     @property
     def most_partitions(self) -> int:
@@ -297,7 +311,8 @@ class PortableLaunch:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
-            "FIXED_SPLIT": self.fixed_split_size,
+            "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
+            "MIN_QUERIES": self.min_queries,
         } | options | (self.partition_constexprs() if self.num_partitions else {})  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
@@ -348,13 +363,17 @@ class PortableLaunch:
         return {
             "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
-            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"], "num_warps": 1,
+            "MIN_QUERIES": self.min_queries, "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
+            "num_warps": 1,
         } | options  # fmt: skip
 
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
         own = self.own_scratch_size()
+        if self.decode is not None:  # it runs after this launch, which leaves all counters 0
+            decode = self.decode.scratch_size()
+            own = ScratchSize(max(own.total, decode.total), max(own.counters, decode.counters))
         return own if self.fallback is None else max(own, self.fallback.scratch_size())
 
     def own_scratch_size(self) -> ScratchSize:
@@ -434,12 +453,13 @@ class PortableLaunch:
         return details
 
     def __str__(self) -> str:
+        decode = "" if self.decode is None else f"; decode launch: {self.decode}"
         if self.num_partitions:
-            details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}"
+            details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}{decode}"
             return f"split-KV kernel: {details}{self.describe_fallback()}"
         blocks = self.num_row_blocks(self.request.bounds.num_tokens)
         splits = f", batch-invariant splits of {self.fixed_split_size} keys" if self.fixed_split_size else ""
-        details = f"{blocks} row blocks × {self.lanes} KV heads{splits}{self.describe_fallback()}"
+        details = f"{blocks} row blocks × {self.lanes} KV heads{splits}{decode}{self.describe_fallback()}"
         return f"block kernel: {self.describe_config()}, {details}"
 
 

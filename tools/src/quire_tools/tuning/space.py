@@ -47,7 +47,7 @@ def legal_configs(
         )
         num_threads = (64 if properties.has_mfma else 32) * num_warps
         if (
-            config.shared_memory(spec) * programs_per_sm > properties.shared_memory
+            config.shared_memory(spec, properties) * programs_per_sm > properties.shared_memory
             or block_m * (block_dv + block_n) // num_threads > MAX_VALUES_PER_THREAD
             or block_m > max(16, rows_per_seq)
             or (full_tile_loop and splits_keys)
@@ -80,7 +80,7 @@ def ranges(
 def max_stages(config: KernelConfig, spec: AttentionSpec, properties: DeviceProperties) -> int:
     """Return how many stages of a configuration fit the shared memory, up to three."""
     for num_stages in (3, 2):
-        per_program = replace(config, num_stages=num_stages).shared_memory(spec)
+        per_program = replace(config, num_stages=num_stages).shared_memory(spec, properties)
         if per_program * config.programs_per_sm <= properties.shared_memory:
             return num_stages
     return 1
