@@ -363,7 +363,7 @@ def chosen_kernel(
         gdc_wait()
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
-        SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, None, False,
+        SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, 0, None, False,
     )  # fmt: skip
     N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
     token, split, kv_head, block = program_of(num_splits, NUM_KV_HEADS, GROUP, BLOCK_M)
