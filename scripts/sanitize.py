@@ -113,7 +113,7 @@ for spec, lens, options, layout in ALL[part - 1 :: parts]:
     verdict = oracle.judge(quire.State(*map(on_cpu, state)))
     print(plan, verdict, flush=True)
     assert verdict.passed
-    if problem.cache.layout != "fp8_ds_mla":  # records would be rounded again
+    if problem.cache.scale_kind != "record":  # records would be rounded again
         cache, new = unwritten(problem)  # written by the launch that attends, or by one before it
         state = quire.attention(problem.q, cache, plan, **new, **problem.tables, return_lse=True)
         verdict = oracle.judge(quire.State(*map(on_cpu, state)))

@@ -123,8 +123,8 @@ class Reader:
     """
 
     def __init__(self, cache: quire.PagedKVCache, batch: quire.Batch, dtype: type[np.floating]) -> None:
-        if cache.layout == "fp8_ds_mla":
-            self.k = decode_records(cache.latents.numpy())[:, :, None]
+        if cache.layout.startswith("fp8_ds_mla"):
+            self.k = decode_records(cache.latents.numpy(), cache.layout)[:, :, None]
             self.v = self.k[..., :512]
         else:
             self.k, self.v = by_slot(to_numpy(cache.k), cache.layout), by_slot(to_numpy(cache.v), cache.layout)
@@ -183,15 +183,27 @@ def to_numpy(tensor: torch.Tensor) -> Array:
     return tensor.numpy().astype(np.float64)
 
 
-def decode_records(records: Array) -> Array:
-    """Return the latents [..., 576] in bytes [..., 656] of vLLM's "fp8_ds_mla".
+def decode_records(records: Array, layout: str) -> Array:
+    """Return the latents [num_pages, page_size, columns] in bytes [num_pages, page_size, bytes].
 
-    They are 512 numbers in e4m3, a float32 factor for each 128 of these, and 64 numbers in bfloat16.
+    Those of vLLM's "fp8_ds_mla" are 512 numbers in e4m3, a float32 factor for each 128 of these, and 64 numbers in
+    bfloat16. Factors of the other two layouts are powers of two, of which a byte holds the exponent plus 127.
+    "fp8_ds_mla_528" has 512 numbers in e4m3 and a factor for each 32. A page of "fp8_ds_mla_584" has 448 numbers in
+    e4m3 and 64 in bfloat16 of each token, and then a row of 8 bytes of each token: 7 factors and one without meaning.
     """
-    factors = np.ascontiguousarray(records[..., 512:528]).view(np.float32).astype(np.float64)
-    rope = np.ascontiguousarray(records[..., 528:]).view(np.uint16).astype(np.uint32) << 16
-    numbers = E4M3[records[..., :512]] * factors.repeat(128, -1)
-    return np.concatenate([numbers, rope.view(np.float32).astype(np.float64)], -1)
+    if layout == "fp8_ds_mla_528":
+        return E4M3[records[..., :512]] * np.exp2(records[..., 512:] - 127.0).repeat(32, -1)
+    if layout == "fp8_ds_mla_584":
+        num_pages, page_size, _ = records.shape
+        pages = records.reshape(num_pages, page_size * 584)
+        rows = pages[:, : page_size * 576].reshape(num_pages, page_size, 576)
+        factors = np.exp2(pages[:, page_size * 576 :].reshape(num_pages, page_size, 8)[..., :7] - 127.0)
+        coded, rope, size = rows[..., :448], rows[..., 448:], 64
+    else:
+        factors = np.ascontiguousarray(records[..., 512:528]).view(np.float32).astype(np.float64)
+        coded, rope, size = records[..., :512], records[..., 528:], 128
+    rope = np.ascontiguousarray(rope).view(np.uint16).astype(np.uint32) << 16
+    return np.concatenate([E4M3[coded] * factors.repeat(size, -1), rope.view(np.float32).astype(np.float64)], -1)
 
 
 def to_list(tensor: torch.Tensor) -> list[int]:

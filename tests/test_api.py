@@ -246,13 +246,23 @@ RECORDS = torch.zeros(4, 5, 656, dtype=torch.uint8)
         ((FP8_LATENTS, 32, torch.ones(2)), ValueError, "scale must be a number or hold one element"),
         ((FP8_LATENTS, 32, torch.ones(1).double()), ValueError, "scale must be float32 on cpu"),
         ((FP8_LATENTS, 32, torch.ones(1, device="meta")), ValueError, "scale must be float32 on cpu"),
-        ((FP8_LATENTS.view(torch.uint8), 32), ValueError, "latents must be records of 656 bytes where they are uint8"),
+        ((FP8_LATENTS.view(torch.uint8), 32), ValueError, "latents must be records of 656 or 584 or 528 bytes"),
         ((RECORDS, 576), ValueError, "kv_lora_rank must be 512 for fp8_ds_mla records, got 576"),
         ((RECORDS, 512, 1.0), ValueError, "scale must be left out for latents of fp8_ds_mla records"),
         (
             (torch.zeros(4, 5, 664, dtype=torch.uint8)[..., :656], 512),
             ValueError,
             "latents must be records that begin at multiples of 16 bytes",
+        ),
+        (
+            (torch.zeros(4, 6, 584, dtype=torch.uint8)[:, ::2], 512),
+            ValueError,
+            "latents must have nothing between the 584 bytes of tokens",
+        ),
+        (
+            (torch.zeros(4, 5, 528, dtype=torch.uint8), 448),
+            ValueError,
+            "must be 512 for fp8_ds_mla_528 records, got 448",
         ),
     ],
 )
@@ -292,13 +302,28 @@ def test_records_are_a_layout():
     assert cache.strides[0][:3] == (7 * 656, 656, 656)  # bytes
 
 
+def test_records_of_a_page_may_have_their_scales_at_its_end():
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=4, softmax_scale=0.1, qk_rope_head_dim=0, kv_dtype=torch.float8_e4m3fn, sinks=True
+    )
+    cache = quire.PagedKVCache.empty(spec, 4, 64, layout="fp8_ds_mla_584")
+    assert cache.signature == spec.cache_signature and cache.latents.stride(0) == 65 * 576
+    assert (cache.page_size, cache.head_dim, cache.head_dim_v) == (64, 512, 512)
+    values, scales, rope = cache.records
+    assert [tuple(part.shape) for part in cache.records] == [(4, 64, 448), (4, 64, 7), (4, 64, 64)]
+    assert rope[1, 3].data_ptr() - values[1, 3].data_ptr() == 448
+    assert scales[1, 3].data_ptr() - values[1, 0].data_ptr() == 64 * 576 + 3 * 8
+    interleaved = quire.PagedKVCache.empty(spec, 4, 5, layout="fp8_ds_mla_528")
+    assert interleaved.latents.is_contiguous() and interleaved.records.rope is None
+
+
 def test_empty_allocates_what_the_spec_wants():
     fp8 = dataclasses.replace(MLA, kv_dtype=torch.float8_e4m3fn)
     for spec, scale_kind in ((MLA, "none"), (fp8, "head")):
         cache = quire.PagedKVCache.empty(spec, 4, 5)
         assert cache.latents.shape == (4, 5, 48) and cache.scale_kind == scale_kind
         assert cache.signature == spec.cache_signature
-    with pytest.raises(quire.UnsupportedError, match="layout must be one of NHD, fp8_ds_mla, got 'HND'"):
+    with pytest.raises(quire.UnsupportedError, match=r"layout must be one of NHD, fp8_ds_mla, .*, got 'HND'"):
         quire.PagedKVCache.empty(MLA, 4, 5, layout="HND")
     with pytest.raises(quire.UnsupportedError, match="layout must be one of NHD, HND, HDNX, got 'fp8_ds_mla'"):
         quire.PagedKVCache.empty(SPEC, 4, 5, layout="fp8_ds_mla")

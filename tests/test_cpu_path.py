@@ -112,6 +112,8 @@ LATENTS = {  # dtype of queries and of the cache, layout, rank and rotary column
     "odd widths": (torch.float32, None, "NHD", 48, 112),
     "e4m3": (torch.float16, torch.float8_e4m3fn, "NHD", 32, 16),
     "records": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+    "records of 584 bytes": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla_584", 512, 0),
+    "records of 528 bytes": (torch.float16, torch.float8_e4m3fn, "fp8_ds_mla_528", 512, 0),
 }
 
 
@@ -234,14 +236,16 @@ def test_a_slot_past_the_pool_leaves_the_cache_as_it_was(scales):
     assert all(same(a, b) for a, b in zip(before, (c.k, c.v, c.k_scale, c.v_scale), strict=True))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "fp8_ds_mla"])
-def test_a_slot_past_the_pool_leaves_latents_as_they_were(layout):
-    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn)
+@pytest.mark.parametrize(("layout", "rope"), [("NHD", 64), ("fp8_ds_mla", 64), ("fp8_ds_mla_584", 0)])
+def test_a_slot_past_the_pool_leaves_latents_as_they_were(layout, rope):
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=2, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn, qk_rope_head_dim=rope
+    )
     cache = make_problem(spec, LENS, layout=layout).cache
     before = cache.latents.view(torch.uint8).clone()
     slots = torch.tensor([16, -1, cache.num_pages * cache.page_size])
     with pytest.raises(ValueError, match=r"slot_mapping must hold .*, got .*; "):
-        quire.write_latent(torch.randn(3, 512), torch.randn(3, 64), cache, slots)
+        quire.write_latent(torch.randn(3, 512), torch.randn(3, rope) if rope else None, cache, slots)
     assert torch.equal(cache.latents.view(torch.uint8), before)
 
 

@@ -164,6 +164,7 @@ LATENTS = {  # dtype of the cache, layout, rank and rotary columns
     "float32, no rotary columns": (None, "NHD", 32, 0),
     "e4m3": (torch.float8_e4m3fn, "NHD", 32, 16),
     "records": (torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+    "records of 584 bytes": (torch.float8_e4m3fn, "fp8_ds_mla_584", 512, 0),
 }
 
 

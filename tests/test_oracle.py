@@ -40,7 +40,7 @@ def make_case(
         spec: what to compute.
         lens: (query length, sequence length) of each sequence.
         page_size: tokens per page.
-        layout: of the cache; "THD" is not paged; of latents also "fp8_ds_mla".
+        layout: of the cache; "THD" is not paged; of latents also those of records.
         scales: of a quantised cache: None, "tensor", "head" or "token".
         flat_table: make a one-dimensional page table.
         offsets: position of each sequence's first query, or None.
@@ -106,11 +106,19 @@ def latent_cache(rng, numbers, spec, layout, scales):
     if layout == "NHD":
         scale = float(rng.uniform(0.5, 2)) if spec.kv_dtype in KV_DTYPES and scales else None
         return quire.PagedKVCache.from_latents(numbers.to(spec.kv_dtype), spec.kv_lora_rank, scale=scale)
-    values, rope = numbers[..., :512].to(torch.float8_e4m3fn), numbers[..., 512:].to(torch.bfloat16)
-    factors = torch.tensor(rng.uniform(0.5, 2, (*numbers.shape[:2], 4))).float()
-    factors[numbers[..., 0].isnan()] = np.nan
-    records = torch.cat([part.view(torch.uint8) for part in (values, factors, rope)], -1)
-    return quire.PagedKVCache.from_latents(records, 512)
+    coded, groups = {"fp8_ds_mla": (512, 4), "fp8_ds_mla_584": (448, 8), "fp8_ds_mla_528": (512, 16)}[layout]
+    values, rope = numbers[..., :coded].to(torch.float8_e4m3fn), numbers[..., coded:].to(torch.bfloat16)
+    if layout == "fp8_ds_mla":
+        factors = torch.tensor(rng.uniform(0.5, 2, (*numbers.shape[:2], groups))).float()
+        factors[numbers[..., 0].isnan()] = np.nan
+    else:
+        factors = torch.tensor(rng.integers(126, 129, (*numbers.shape[:2], groups))).to(torch.uint8)
+        factors[numbers[..., 0].isnan()] = 255
+    parts = [part.view(torch.uint8) for part in (values, factors, rope)]
+    if layout == "fp8_ds_mla_584":  # all columns of a page, and then all its scales
+        rows = torch.cat(parts[::2], -1).flatten(1), parts[1].flatten(1)
+        return quire.PagedKVCache.from_latents(torch.cat(rows, 1).view(*numbers.shape[:2], 584), 512)
+    return quire.PagedKVCache.from_latents(torch.cat(parts, -1), 512)
 
 
 def in_layout(stored, layout, x=None):
@@ -256,18 +264,19 @@ def test_random_cases_with_intervals_or_trees(seed):
 
 
 def random_latent_case(seed):
-    """Draw a case of latents from the whole space; one in four has vLLM's records."""
+    """Draw a case of latents from the whole space; one in four has records."""
     rng = np.random.default_rng(seed)
 
     def maybe(value, chance=0.3):
         return value if rng.random() < chance else None
 
-    layout = "fp8_ds_mla" if seed % 4 == 0 else "NHD"
+    layout = "NHD" if seed % 4 else ("fp8_ds_mla", "fp8_ds_mla_584", "fp8_ds_mla_528")[seed // 4 % 3]
     widths = {"kv_lora_rank": 16 * int(rng.integers(1, 4)), "qk_rope_head_dim": 16 * int(rng.integers(0, 3))}
+    of_records = {} if layout == "fp8_ds_mla" else {"qk_rope_head_dim": 0}
     spec = quire.AttentionSpec.mla(
         num_q_heads=int(rng.integers(1, 4)),
         softmax_scale=float(rng.uniform(0.02, 0.2)),
-        **(widths if layout == "NHD" else {}),
+        **(widths if layout == "NHD" else of_records),
         dtype=DTYPES[rng.integers(3)],
         kv_dtype=torch.float8_e4m3fn if layout != "NHD" else maybe(torch.float8_e4m3fn, 0.5),
         causal=rng.random() < 0.7,

@@ -455,8 +455,9 @@ def write_latent(
 
     In an e4m3 cache, stored values are `x / scale`, rounded half to even and saturated at ±448; NaN stays NaN. In
     vLLM's "fp8_ds_mla" records, the scale of each 128 columns of a latent is the least power of two that is no less
-    than their largest finite magnitude over 448, and at least 2^-13, as in vLLM 0.33. Rotary columns are rounded to
-    bfloat16.
+    than their largest finite magnitude over 448, and at least 2^-13, as in vLLM 0.33. So are those of "fp8_ds_mla_584"
+    and "fp8_ds_mla_528", for each 64 and 32 columns and at least 2^-22. Rotary columns are rounded to bfloat16; those
+    of "fp8_ds_mla_584" are the last 64 of `c_kv`.
 
     Args:
         c_kv: new latents, normalised, [num_tokens, kv_lora_rank]; any strides with a contiguous last dimension.

@@ -22,16 +22,16 @@ from quire.cache_layout import (
     LAYOUTS,
     MAX_PAGES,
     PAGED_LAYOUTS,
-    RECORD_BYTES,
-    RECORD_GROUP,
     RECORD_RANK,
-    RECORD_ROPE,
+    RECORDS,
     SLOT_AXIS,
+    Record,
     check_latent_scale,
     check_latents,
     check_layout,
     check_pages,
     is_expanded,
+    layout_of,
 )
 from quire.errors import (
     UnsupportedError,
@@ -57,17 +57,17 @@ class Strides(NamedTuple):
 
 
 class LatentRecords(NamedTuple):
-    """Views of the three parts of "fp8_ds_mla" records.
+    """Views of the parts of records, whose sizes are those of `cache_layout.Record`.
 
     Attributes:
-        values: [num_pages, page_size, 512] float8_e4m3fn; real column = value * scale of its group.
-        scales: [num_pages, page_size, 4] float32, one for each 128 columns.
-        rope: [num_pages, page_size, 64] bfloat16, the rotary columns.
+        values: [num_pages, page_size, coded] float8_e4m3fn; real column = value * scale of its group.
+        scales: [num_pages, page_size, groups] float32, or uint8 for powers of two.
+        rope: [num_pages, page_size, rope] bfloat16, the rotary columns; None if there are none.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
-    rope: torch.Tensor
+    rope: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -97,8 +97,8 @@ class PagedKVCache:
         head_dim_v: width of a value.
         signature: dtype, KV heads, both head dims and `is_latent`, to be compared with
             `AttentionSpec.cache_signature`.
-        scale_kind: "none", "head" (per tensor or per head), "token" (per token and head) or "record" (within the
-            records of layout "fp8_ds_mla").
+        scale_kind: "none", "head" (per tensor or per head), "token" (per token and head) or "record" (within
+            records).
         is_expanded: whether k, v or scales per token are expanded (a stride is 0): then they can be read, not written.
         is_latent: whether the cache holds latents, of which v is a part of k.
         latents: the latents or records, [num_pages, page_size, columns]; only where `is_latent`.
@@ -187,9 +187,15 @@ class PagedKVCache:
 
         Args:
             latents: [num_pages, page_size, head_dim] in float16, bfloat16, float32 or float8_e4m3fn, with a contiguous
-                last dimension: the latent, then its rotary columns. Layout "NHD". Or vLLM's "fp8_ds_mla" records,
-                uint8 [num_pages, page_size, 656]: 512 numbers in e4m3, 4 float32 scales of 128 columns each, and 64
-                rotary columns in bfloat16. k and v are then bytes, dtype is float8_e4m3fn, and head_dim is 576.
+                last dimension: the latent, then its rotary columns. Layout "NHD". Or records in bytes, of one of these
+                layouts, for which k and v are bytes, and dtype is float8_e4m3fn:
+                "fp8_ds_mla", uint8 [num_pages, page_size, 656], vLLM's: 512 numbers in e4m3, 4 float32 scales of 128
+                columns each, and 64 rotary columns in bfloat16. head_dim is 576.
+                "fp8_ds_mla_584", uint8 [num_pages, page_size, 584], DeepSeek V4's: 448 numbers in e4m3, 64 rotary
+                columns in bfloat16, which are values too, and 7 scales in ue8m0 of 64 columns each. head_dim is 512. A
+                page has 576 bytes of each token first, and then 8 bytes of scales of each; its stride may be larger.
+                "fp8_ds_mla_528", uint8 [num_pages, page_size, 528], DeepSeek V4.1's: 512 numbers in e4m3 and 16 scales
+                in ue8m0 of 32 columns each. head_dim is 512.
             kv_lora_rank: columns of a latent that are the value too; 512 for records.
             scale: of an e4m3 cache, of keys and values alike: real number = stored number * scale. A positive number,
                 or a float32 tensor with one element.
@@ -209,12 +215,12 @@ class PagedKVCache:
         """
         check_tensor("latents", latents, "allocate the pages with `PagedKVCache.empty`")
         rank = check_integer("kv_lora_rank", kv_lora_rank, "512 is DeepSeek's", 1)
-        is_record = latents.dtype is torch.uint8
         check_latents(latents, rank)
         stored_scale = None if scale is None else check_latent_scale(scale, latents)
-        dtype, head_dim = latents.dtype, latents.shape[2]
-        if is_record:
-            dtype, head_dim = torch.float8_e4m3fn, RECORD_RANK + RECORD_ROPE
+        dtype, head_dim, layout = latents.dtype, latents.shape[2], layout_of(latents)
+        record = RECORDS.get(layout)
+        if record is not None:
+            dtype, head_dim = torch.float8_e4m3fn, record.head_dim
         scale_kind = "none" if stored_scale is None else "head"
         k = latents.unsqueeze(2)
         self = object.__new__(cls)
@@ -222,7 +228,7 @@ class PagedKVCache:
             {
                 "k": k,
                 "v": k[..., :rank],
-                "layout": "fp8_ds_mla" if is_record else "NHD",
+                "layout": layout,
                 "k_scale": stored_scale,
                 "v_scale": stored_scale,
                 "dtype": dtype,
@@ -233,7 +239,7 @@ class PagedKVCache:
                 "head_dim": head_dim,
                 "head_dim_v": rank,
                 "signature": (dtype, 1, head_dim, rank, True),
-                "scale_kind": "record" if is_record else scale_kind,
+                "scale_kind": scale_kind if record is None else "record",
                 "is_expanded": is_expanded(latents),
                 "is_latent": True,
                 "latents": latents,
@@ -263,7 +269,7 @@ class PagedKVCache:
             spec: gives heads, head dims and dtype.
             num_pages: pages in the pool, at least 1.
             page_size: tokens per page, at least 1.
-            layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or "fp8_ds_mla".
+            layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or one of the records of `from_latents`.
             device: where; torch's default device when not given.
 
         Raises:
@@ -297,15 +303,19 @@ class PagedKVCache:
             shapes = (num_pages, page_size, heads, dim), (num_pages, page_size, heads, dim_v)
         scale = 1.0 if dtype in QUANTISED_DTYPES else None
         if spec.latent:
-            if layout == "fp8_ds_mla":
-                if (dtype, dim_v, dim) != (torch.float8_e4m3fn, RECORD_RANK, RECORD_RANK + RECORD_ROPE):
-                    raise UnsupportedError(
-                        f"layout must be NHD for latents of {dim_v} + {dim - dim_v} in {dtype}, got 'fp8_ds_mla'; "
-                        f"its records hold {RECORD_RANK} + {RECORD_ROPE} in float8_e4m3fn"
-                    )
-                dim, dtype, scale = RECORD_BYTES, torch.uint8, None
-            latents = torch.empty(num_pages, page_size, dim, dtype=dtype, device=device)
-            return cls.from_latents(latents, dim_v, scale=scale)
+            record = RECORDS.get(layout)
+            if record is None:
+                latents = torch.empty(num_pages, page_size, dim, dtype=dtype, device=device)
+                return cls.from_latents(latents, dim_v, scale=scale)
+            if (dtype, dim_v, dim) != (torch.float8_e4m3fn, RECORD_RANK, record.head_dim):
+                raise UnsupportedError(
+                    f"layout must be NHD for latents of {dim_v} + {dim - dim_v} in {dtype}, got {layout!r}; "
+                    f"its records hold {RECORD_RANK} + {record.head_dim - RECORD_RANK} in float8_e4m3fn"
+                )
+            used = page_size * record.num_bytes
+            size = -(-used // record.page_multiple) * record.page_multiple
+            pages = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
+            return cls.from_latents(pages[:, :used].unflatten(1, (page_size, record.num_bytes)), dim_v)
         k, v = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
         return cls(k, v, layout, scale, scale)
 
@@ -331,13 +341,28 @@ class PagedKVCache:
 
     @cached_property
     def records(self) -> LatentRecords:
-        """The parts of the records of layout "fp8_ds_mla", as views."""
-        latents, end = self.latents, RECORD_RANK + 4 * (RECORD_RANK // RECORD_GROUP)
+        """The parts of records, as views."""
+        latents, record = self.latents, self.record
+        coded, rope, scales = record.coded, 2 * record.rope, record.groups * record.scale_dtype.itemsize
+        if record.is_split:
+            row, pages, slots, begin = coded + rope, *latents.shape[:2], latents.storage_offset()
+
+            def part(size: int, stride: int, first: int) -> torch.Tensor:
+                return latents.as_strided((pages, slots, size), (latents.stride(0), stride, 1), begin + first)
+
+            parts = part(coded, row, 0), part(scales, record.num_bytes - row, slots * row), part(rope, row, coded)
+        else:
+            parts = latents.split([coded, scales, rope], -1)
         return LatentRecords(
-            latents[..., :RECORD_RANK].view(torch.float8_e4m3fn),
-            latents[..., RECORD_RANK:end].view(torch.float32),
-            latents[..., end:].view(torch.bfloat16),
+            parts[0].view(torch.float8_e4m3fn),
+            parts[1].view(record.scale_dtype),
+            parts[2].view(torch.bfloat16) if rope else None,
         )
+
+    @property
+    def record(self) -> Record:
+        """What the layout keeps of a token, where it is one of records."""
+        return RECORDS[self.layout]
 
     @cached_property
     def strides(self) -> tuple[Strides, Strides]:
@@ -403,7 +428,7 @@ class PagedKVCache:
     def _addresses_of_latents(self) -> tuple[int, int | None, int | None]:
         if self.scale_kind == "record":
             values, scales, rope = self.records
-            return values.data_ptr(), rope.data_ptr(), scales.data_ptr()
+            return values.data_ptr(), None if rope is None else rope.data_ptr(), scales.data_ptr()
         at = self.k.data_ptr()
         rope_at = at + self.head_dim_v * self.dtype.itemsize if self.head_dim_v < self.head_dim else None
         return at, rope_at, None if self.k_scale is None else self.k_scale.data_ptr()

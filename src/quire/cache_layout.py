@@ -1,6 +1,6 @@
 """The layouts of a cache: their names and shapes, and the checks of tensors against them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,57 @@ PAGED_LAYOUTS = {name: LAYOUTS[name] for name in ("NHD", "HND", "HDNX")}
 LATENT_LAYOUTS = {
     "NHD": "latents [num_pages, page_size, head_dim]",
     "fp8_ds_mla": "vLLM's records of 656 bytes, uint8 [num_pages, page_size, 656]",
+    "fp8_ds_mla_584": "DeepSeek V4's records, uint8 [num_pages, page_size, 584]",
+    "fp8_ds_mla_528": "DeepSeek V4.1's records, uint8 [num_pages, page_size, 528]",
 }
-NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
-SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3, "fp8_ds_mla": 1}
-HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1, "fp8_ds_mla": 2}
-RECORD_BYTES, RECORD_RANK, RECORD_ROPE, RECORD_GROUP = 656, 512, 64, 128  # of fp8_ds_mla; a scale per group of columns
+
+
+class Record(NamedTuple):
+    """What a layout of records keeps of a token.
+
+    Attributes:
+        num_bytes: of a token.
+        coded: columns in e4m3, the first ones.
+        rope: columns in bfloat16, after them.
+        group: columns in e4m3 that share a scale.
+        scale_dtype: float32; or uint8, the exponent of a power of two plus 127 (ue8m0).
+        smallest_scale: that is written.
+        is_split: whether a page has the columns of all its tokens first, and then the scales of all of them.
+        page_multiple: of bytes, to which a page is rounded up.
+    """
+
+    num_bytes: int
+    coded: int
+    rope: int
+    group: int
+    scale_dtype: torch.dtype
+    smallest_scale: float
+    is_split: bool = False
+    page_multiple: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a token."""
+        return self.coded + self.rope
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token."""
+        return self.coded // self.group
+
+
+RECORDS = {
+    # vLLM 0.33 writes powers of two to the first, and none below 1e-4. Of the others, 1e-4 is the least peak.
+    "fp8_ds_mla": Record(656, 512, 64, 128, torch.float32, 2.0**-13),
+    "fp8_ds_mla_584": Record(584, 448, 64, 64, torch.uint8, 2.0**-22, is_split=True, page_multiple=576),
+    "fp8_ds_mla_528": Record(528, 512, 0, 32, torch.uint8, 2.0**-22),
+}
+RECORD_RANK = 512  # of all of them: in DeepSeek V4's, rotary columns are values too
 RECORD_ALIGNMENT = 16  # bytes
+SPLIT_ALIGNMENT = 8  # of pages and of the sizes of records, where scales follow the columns of a page
+NUM_DIMS = {"NHD": (4, 4), "HND": (4, 4), "HDNX": (5, 4), "THD": (3, 3)}  # of k and v
+SLOT_AXIS = {"NHD": 1, "HND": 2, "HDNX": 3} | dict.fromkeys(RECORDS, 1)
+HEAD_AXIS = {"NHD": 2, "HND": 1, "HDNX": 1, "THD": 1} | dict.fromkeys(RECORDS, 2)
 MAX_PAGES = (1 << 31) - 1  # page numbers are int32
 
 
@@ -61,18 +106,35 @@ def check_latents(latents: torch.Tensor, rank: int) -> None:
         )
 
 
+def layout_of(latents: torch.Tensor) -> str:
+    """Return the layout of latents: of bytes, that of the records of their size."""
+    if latents.dtype is not torch.uint8:
+        return "NHD"
+    for name, record in RECORDS.items():
+        if record.num_bytes == latents.shape[2]:
+            return name
+    sizes = " or ".join(str(record.num_bytes) for record in RECORDS.values())
+    raise ValueError(
+        f"latents must be records of {sizes} bytes where they are uint8, got {latents.shape[2]} bytes; "
+        "view fp8 latents as float8_e4m3fn"
+    )
+
+
 def check_records(latents: torch.Tensor, rank: int) -> None:
-    """Raise unless a tensor of bytes holds "fp8_ds_mla" records."""
-    if latents.shape[2] != RECORD_BYTES:
-        raise ValueError(
-            f"latents must be records of {RECORD_BYTES} bytes where they are uint8, got {latents.shape[2]} bytes; "
-            "view fp8 latents as float8_e4m3fn"
-        )
+    """Raise unless a tensor of bytes holds records."""
+    layout = layout_of(latents)
+    record = RECORDS[layout]
     if rank != RECORD_RANK:
-        raise ValueError(f"kv_lora_rank must be {RECORD_RANK} for fp8_ds_mla records, got {rank}; that is their rank")
-    if any(begin % RECORD_ALIGNMENT for begin in (latents.storage_offset(), *latents.stride()[:2])):
+        raise ValueError(f"kv_lora_rank must be {RECORD_RANK} for {layout} records, got {rank}; that is their rank")
+    if record.is_split and latents.shape[1] > 1 and latents.stride(1) != record.num_bytes:
         raise ValueError(
-            f"latents must be records that begin at multiples of {RECORD_ALIGNMENT} bytes, got strides "
+            f"latents must have nothing between the {record.num_bytes} bytes of tokens, got strides "
+            f"{latents.stride()}; scales follow the columns of a whole page"
+        )
+    alignment = SPLIT_ALIGNMENT if record.is_split else RECORD_ALIGNMENT
+    if latents.storage_offset() % RECORD_ALIGNMENT or any(stride % alignment for stride in latents.stride()[:2]):
+        raise ValueError(
+            f"latents must be records that begin at multiples of {alignment} bytes, got strides "
             f"{latents.stride()} from {latents.storage_offset()}; pad them"
         )
 
@@ -80,7 +142,8 @@ def check_records(latents: torch.Tensor, rank: int) -> None:
 def check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
     """Return the scale as a tensor [1], or raise unless it fits the latents."""
     if latents.dtype not in LATENT_FP8_DTYPES:
-        stored = "fp8_ds_mla records, which hold theirs" if latents.dtype is torch.uint8 else str(latents.dtype)
+        is_record = latents.dtype is torch.uint8
+        stored = f"{layout_of(latents)} records, which hold theirs" if is_record else str(latents.dtype)
         raise ValueError(f"scale must be left out for latents of {stored}, got {describe(scale)}; it belongs to e4m3")
     if not isinstance(scale, torch.Tensor):
         scale = torch.full(

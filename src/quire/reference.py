@@ -280,8 +280,8 @@ def read(
     Returns:
         k [num_keys, num_kv_heads, head_dim] and v [num_keys, num_kv_heads, head_dim_v], of `dtype`.
     """
-    if cache.layout == "fp8_ds_mla":
-        k = decode_records(cache.latents[page, slot], dtype)[:, None]
+    if cache.scale_kind == "record":
+        k = decode_records(cache.layout, cache.latents, page, slot, dtype)[:, None]
         return k, k[..., : cache.head_dim_v]
     if cache.layout == "THD":
         k, v = cache.k[page + slot], cache.v[page + slot]
@@ -334,19 +334,37 @@ def norm_rope(
     return torch.cat([rotated, kept], -1)
 
 
-def decode_records(records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the latents in vLLM's "fp8_ds_mla" records.
+def decode_records(
+    layout: str, records: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the latents in records.
 
     Args:
-        records: [rows, 656] uint8: 512 numbers in e4m3, a float32 scale for each 128 of them, 64 numbers in bfloat16.
+        layout: "fp8_ds_mla", records of 656 bytes: 512 numbers in e4m3, a float32 scale for each 128 of them, 64
+            numbers in bfloat16. "fp8_ds_mla_528": 512 numbers in e4m3, a byte e for the scale 2^(e - 127) of each 32.
+            "fp8_ds_mla_584": a page has 448 numbers in e4m3 and 64 in bfloat16 of each token, and then 8 bytes of each
+            token, of which the first 7 stand for the scales of 64 numbers each.
+        records: [num_pages, page_size, bytes] uint8.
+        page: [rows] int64.
+        slot: [rows] int64, in the page.
         dtype: of the result.
 
     Returns:
-        [rows, 576].
+        [rows, columns].
     """
-    numbers, scales, rope = records.split([512, 16, 128], 1)
-    numbers = numbers.view(torch.float8_e4m3fn).to(dtype)
-    scales = scales.contiguous().view(torch.float32).to(dtype).repeat_interleave(128, 1)
+    if layout == "fp8_ds_mla_584":
+        data, pages = 576 * records.shape[1], records.flatten(1)
+        row, byte = slot[:, None], torch.arange(576, device=slot.device)
+        numbers, rope = pages[page[:, None], 576 * row + byte].split([448, 128], 1)
+        scales = pages[page[:, None], data + 8 * row + byte[:7]]
+    elif layout == "fp8_ds_mla_528":
+        numbers, scales = records[page, slot].split([512, 16], 1)
+        rope = numbers[:, :0]
+    else:
+        numbers, scales, rope = records[page, slot].split([512, 16, 128], 1)
+    numbers = numbers.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    scales = scales.contiguous().view(torch.float32) if layout == "fp8_ds_mla" else 2.0 ** (scales.double() - 127)
+    scales = scales.to(dtype).repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
     return torch.cat([numbers * scales, rope.contiguous().view(torch.bfloat16).to(dtype)], 1)
 
 

@@ -112,7 +112,7 @@ def make_problem(
         spec: what to compute.
         lens: (query length, sequence length) of each sequence, new tokens included. A padding row is (1, 0).
         page_size: tokens per page.
-        layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or "fp8_ds_mla".
+        layout: "NHD", "HND" or "HDNX"; of latents, "NHD" or one of records, such as "fp8_ds_mla".
         scales: of a quantised cache: "tensor", "head" or "token". Those of latents are per tensor.
         flat_table: make the page table one-dimensional, with `cu_pages`.
         one_query: leave `cu_seqlens_q` out; every query length must be 1.
@@ -262,8 +262,10 @@ def random_cache(
     if cache.scale_kind == "record":
         values, group_scales, rope = cache.records
         values.copy_((100 * normal(*values.shape)).clamp(-448, 448))
-        group_scales.copy_(0.01 * uniform(*group_scales.shape))
-        rope.copy_(normal(*rope.shape))
+        fresh = 0.01 * uniform(*group_scales.shape)
+        group_scales.copy_(fresh if group_scales.dtype is torch.float32 else fresh.view(torch.int32) >> 23)
+        if rope is not None:
+            rope.copy_(normal(*rope.shape))
         return cache
     if cache.is_latent:
         cache.latents.copy_(normal(*cache.latents.shape))
@@ -323,7 +325,9 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
     """
     page, slot = (~owned).nonzero(as_tuple=True)
     if cache.scale_kind == "record":
-        cache.latents[page, slot] = 255  # NaN, in all three formats of a record
+        for part in cache.records:
+            if part is not None:
+                part.view(torch.uint8)[page, slot] = 255  # NaN in all formats, infinity where it is an exponent
         return
     every = slice(None)
     index = {"NHD": (page, slot), "HND": (page, every, slot), "HDNX": (page, every, every, slot)}[cache.layout]
@@ -348,7 +352,7 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
     Returns:
         A copy of the cache in which their slots are poisoned, and k, v and slot_mapping for `quire.attention`, which
         writes them again. Numbers of a quantised cache are read in float32, and are the same when they are written
-        again, except for those of "fp8_ds_mla" records, which are rounded with other scales.
+        again, except for those of records, which are rounded with other scales.
 
     Examples:
         >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

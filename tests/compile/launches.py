@@ -252,6 +252,8 @@ LATENTS = {  # dtype of queries and of the cache, layout, rank and rotary column
     "e4m3": (torch.bfloat16, torch.float8_e4m3fn, "NHD", 256, 64),
     "records": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
     "records, float16": (torch.float16, torch.float8_e4m3fn, "fp8_ds_mla", 512, 64),
+    "records of 584 bytes": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla_584", 512, 0),
+    "records of 528 bytes": (torch.bfloat16, torch.float8_e4m3fn, "fp8_ds_mla_528", 512, 0),
 }
 
 
@@ -272,8 +274,8 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
         ("bfloat16", "decode"), ("bfloat16", "many heads"), ("bfloat16", "prompt"), ("e4m3", "many heads"),
         ("records", "decode"),
     ),
-    "sm100": (("bfloat16", "drafts"),),
-    "sm120": (("e4m3", "prompt"),),
+    "sm100": (("bfloat16", "drafts"), ("records of 528 bytes", "decode")),
+    "sm120": (("e4m3", "prompt"), ("records of 584 bytes", "decode")),
     "gfx90a": (("no rotary columns", "decode"),),
     "gfx942": (
         ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
@@ -288,7 +290,7 @@ MORE_LATENT_LAUNCHES = {  # those whose kind, or one like it, and batch other la
     "gfx90a": (("no rotary columns", "decode"),),
     "sm80": (("bfloat16", "decode"), ("e4m3", "decode"), ("records, float16", "one long")),
     "sm90": (("bfloat16", "many heads"), ("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
-    "sm100": (("bfloat16", "drafts"),),
+    "sm100": (("bfloat16", "drafts"), ("records of 528 bytes", "decode")),
     "gfx942": (
         ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
     ),
@@ -336,6 +338,10 @@ CHOSEN = {  # heads of keys and values, or features and heads of latents; and wh
     "slots of records": (("records", 128), {"are_slots": True}),
     "slots of records, few heads": (("records", 16), {"are_slots": True}),
     "two lists": (("no rotary columns", 64), {"are_slots": True}),
+    "two lists of 584 bytes": (("records of 584 bytes", 64), {"are_slots": True}),
+    "two lists of 584 bytes, few heads": (("records of 584 bytes", 16), {"are_slots": True}),
+    "slots of 528 bytes": (("records of 528 bytes", 64), {"are_slots": True}),
+    "slots of 528 bytes, few heads": (("records of 528 bytes", 16), {"are_slots": True}),
     "blocks": ((32, 4), {"block_size": 128}),
 }
 
@@ -351,7 +357,7 @@ def attend_to_chosen(features: str, **planned) -> quire.Plan:
     else:
         spec, layout = make_spec(128, Features({"sinks": True}, heads)), "HND"
     spec = replace(spec, causal=not lists.are_slots)
-    extra = quire.ChosenKeys(indices[..., :512], lens, are_slots=True) if features == "two lists" else None
+    extra = quire.ChosenKeys(indices[..., :512], lens, are_slots=True) if "two lists" in features else None
     batch = quire.Batch(table, starts[1:], starts, chosen=lists, extra_chosen=extra)
     plan = quire.plan(spec, batch, max_query_len=8, max_seq_len=4096, num_tokens=16, **planned)
     cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)

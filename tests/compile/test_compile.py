@@ -884,7 +884,7 @@ def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
     """Each target compiles a share of the features, one of the widths and two of the kinds of latents, in turn."""
     turn = list(TARGETS).index(target)
     assert share <= len(TARGETS)
-    records = [name for name, latents in launches.LATENTS.items() if latents[2] == "fp8_ds_mla"]
+    records = [name for name, latents in launches.LATENTS.items() if latents[2] != "NHD"]
     others = [name for name in launches.LATENTS if name not in records]
     turn_of_latents = turn + share  # others than those of the other share
     with compiling(TARGETS[target]) as compiled:
@@ -938,7 +938,7 @@ def test_the_suite_sees_a_spill(target, block_m, block_n, monkeypatch):
 
 
 # Records are served, but not fast. The loop over tiles of float32 has products without tensor cores.
-LATENTS_MAY_SPILL = ("records", "records, float16", "odd widths")
+LATENTS_MAY_SPILL = ("odd widths", *(name for name in launches.LATENTS if "records" in name))
 
 
 @pytest.mark.parametrize(
@@ -986,7 +986,9 @@ def test_attention_to_chosen_keys_compiles_and_fits(target, features):
         assert each.shared <= TARGETS[target].shared_memory and each.occupancy >= 1, each
         if target in NO_SPILLS:
             # Blocks of 64 heads leave few registers for what is carried, with Triton 3.9.0 none.
-            few, many = (88, 608) if triton.__version__ == "3.9.0" else (BY_CHOICE, 96)
+            few, many = (88, 608) if triton.__version__ == "3.9.0" else (BY_CHOICE, 160)
+            if features == "two lists of 584 bytes":  # two loops, in each of which eight parts have addresses
+                many = 608
             assert each.spills <= (many if plan.launch.config.block_m == 64 else few), each
 
 

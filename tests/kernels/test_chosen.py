@@ -121,6 +121,8 @@ def test_heads_of_every_kind_attend(solve, assert_within_budget, fields):
         (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD"),
         ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla"),
         ({"dtype": torch.float32, "kv_dtype": E4M3}, "fp8_ds_mla"),
+        ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18, "qk_rope_head_dim": 0}, "fp8_ds_mla_584"),
+        ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528"),
     ],
 )
 def test_latents_are_read(device, options, assert_within_budget, fields, layout, lists):
@@ -210,6 +212,8 @@ def with_a_second_cache(p, page_size, layout, **lists):
         ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD", {"width": 0}),
         (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD", {}),
         ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla", {"width": 64}),
+        ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_584", {"counted": True}),
+        ({"dtype": torch.float16, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528", {}),
     ],
 )
 def test_two_lists_share_one_softmax_over_two_caches(

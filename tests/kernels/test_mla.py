@@ -163,9 +163,10 @@ def test_fp8_latents_with_one_scale(num_splits, dtype, device, assert_within_bud
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_records_with_scales_of_their_own(dtype, batch_invariant, device, assert_within_budget):
-    spec = mla(3, 512, 64, dtype, kv_dtype=FP8)
-    p = make_problem(spec, ((1, 50), (2, 20)), page_size=4, layout="fp8_ds_mla", device=device)
+@pytest.mark.parametrize(("layout", "rope"), [("fp8_ds_mla", 64), ("fp8_ds_mla_584", 0), ("fp8_ds_mla_528", 0)])
+def test_records_with_scales_of_their_own(layout, rope, dtype, batch_invariant, device, assert_within_budget):
+    spec = mla(3, 512, rope, dtype, kv_dtype=FP8)
+    p = make_problem(spec, ((1, 50), (2, 20)), page_size=4, layout=layout, device=device)
     assert_within_budget(p, attend(p, batch_invariant=batch_invariant)[1])
 
 

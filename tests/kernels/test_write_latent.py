@@ -72,13 +72,25 @@ def test_fp8_latents_are_the_nearest(dtype, scale):
     assert torch.equal(memory[:, ::2], expected[:, ::2])
 
 
+def grouped(c_kv: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return groups of a latent's columns, and the largest finite magnitude of each."""
+    groups = c_kv.float().view(-1, size)
+    return groups, groups.abs().nan_to_num(0.0, 0.0, 0.0).amax(1).double()
+
+
 def record(c_kv: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     """Return a token's record, [656] uint8, as vLLM 0.33 defines it: scales are rounded up to powers of two."""
-    groups = c_kv.float().view(4, 128)
-    peaks = groups.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    scales = torch.exp2((peaks.double() / 448).clamp(min=1e-4).log2().ceil()).float()
+    groups, peaks = grouped(c_kv, 128)
+    scales = torch.exp2((peaks / 448).clamp(min=1e-4).log2().ceil()).float()
     parts = quantised(groups, scales[:, None]), scales, k_pe.to(torch.bfloat16)
     return torch.cat([part.flatten().view(torch.uint8) for part in parts])
+
+
+def powers(c_kv: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a latent's columns in e4m3, and the exponents of the powers of two of groups, as in vLLM 0.33."""
+    groups, peaks = grouped(c_kv, size)
+    exponents = (peaks.clamp(min=1e-4) / 448).log2().ceil()
+    return quantised(groups, torch.exp2(exponents).float()[:, None]).flatten(), (exponents + 127).to(torch.uint8)
 
 
 @pytest.mark.parametrize("strides", ["plain", "interleaved"])
@@ -95,6 +107,39 @@ def test_records_are_those_of_vllm(dtype, dims, strides):
     stored = expected if strides == "plain" else expected[:, 1]
     for token, slot in WRITTEN:
         stored[slot // SIZE, slot % SIZE] = record(c_kv[token], k_pe[token].flatten())
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_records_of_deepseek_v4_have_the_scales_of_a_page_after_its_columns(dtype):
+    torch.manual_seed(0)
+    memory = random_bytes(PAGES, -(-SIZE * 584 // 576) * 576)
+    c_kv, _ = new_tokens(dtype, 512, 0)
+    c_kv[2, :64] = 0  # the least scale
+    c_kv[3, 5], c_kv[3, 6] = float("inf"), -float("inf")
+    expected = memory.clone()
+    records = memory[:, : SIZE * 584].unflatten(1, (SIZE, 584))
+    quire.write_latent(c_kv, None, quire.PagedKVCache.from_latents(records, 512), SLOTS)
+    for token, slot in WRITTEN:
+        page, row = expected[slot // SIZE], slot % SIZE
+        numbers, scales = powers(c_kv[token, :448].contiguous(), 64)
+        page[576 * row : 576 * row + 448] = numbers.view(torch.uint8)
+        page[576 * row + 448 : 576 * row + 576] = c_kv[token, 448:].to(torch.bfloat16).view(torch.uint8)
+        page[576 * SIZE + 8 * row :][:7] = scales
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_records_of_deepseek_v4_1_have_scales_of_32_columns(dtype):
+    torch.manual_seed(0)
+    memory, records = memory_of(torch.uint8, 528, "interleaved")
+    c_kv, _ = new_tokens(dtype, 512, 0)
+    c_kv[2, :32] = 0
+    expected = memory.clone()
+    quire.write_latent(c_kv, None, quire.PagedKVCache.from_latents(records, 512), SLOTS)
+    for token, slot in WRITTEN:
+        numbers, scales = powers(c_kv[token].contiguous(), 32)
+        expected[slot // SIZE, 1, slot % SIZE] = torch.cat([numbers.view(torch.uint8), scales])
     assert torch.equal(memory, expected)
 
 
@@ -197,10 +242,10 @@ def test_bad_input_is_refused_before_anything_is_written():
     assert torch.equal(memory, kept)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "fp8_ds_mla"])
-def test_pages_of_latents_are_copied(layout):
+@pytest.mark.parametrize(("layout", "rope"), [("NHD", 64), ("fp8_ds_mla", 64), ("fp8_ds_mla_584", 0)])
+def test_pages_of_latents_are_copied(layout, rope):
     """Once: keys and values are the same bytes."""
-    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.1, kv_dtype=E4M3)
+    spec = quire.AttentionSpec.mla(num_q_heads=2, softmax_scale=0.1, kv_dtype=E4M3, qk_rope_head_dim=rope)
     src, dst = (quire.PagedKVCache.empty(spec, 4, 3, layout=layout) for _ in range(2))
     for cache in (src, dst):
         cache.latents.view(torch.uint8).copy_(random_bytes(*cache.latents.shape))

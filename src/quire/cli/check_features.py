@@ -210,6 +210,19 @@ LATENT_FEATURES = (
             "per_token": partial(random_chosen, width=80, causal=False, slots_of=64),
         },
     ),
+    *(
+        Feature(
+            f"MLA: chosen slots, {layout}",
+            DEEPSEEK | FP8 | BY_HAND | {"head_dim": 512, "sinks": True},
+            DRAFTS,
+            problem={
+                "page_size": 64,
+                "layout": layout,
+                "per_token": partial(random_chosen, width=80, causal=False, slots_of=64),
+            },
+        )
+        for layout in ("fp8_ds_mla_584", "fp8_ds_mla_528")
+    ),
     Feature("MLA: fp8 e4m3 output", LATENTS, DRAFTS, out_scale=0.02),
     Feature("MLA: new tokens", LATENTS, DRAFTS, append=True),
     Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),

@@ -3,11 +3,11 @@
 import torch
 
 from quire.cache import PagedKVCache
+from quire.cache_layout import Record
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 # A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
 SMALLEST_PEAK = 1e-30
-SMALLEST_RECORD_SCALE = 2.0**-13  # the least power of two that is no less than 1e-4, as in vLLM 0.33
 
 
 def largest(dtype: torch.dtype) -> float | None:
@@ -18,6 +18,15 @@ def largest(dtype: torch.dtype) -> float | None:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View an 8-bit tensor as uint8: neither PyTorch's indexing nor every compiler supports every 8-bit float."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def record_columns(
+    record: Record, c_kv: torch.Tensor, k_pe: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the columns of new latents that records keep in e4m3, and those that they keep in bfloat16."""
+    if record.rope == 0 or k_pe is not None:
+        return c_kv, k_pe
+    return c_kv.split([record.coded, record.rope], 1)  # rotary columns that are values too
 
 
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:

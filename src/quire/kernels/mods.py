@@ -79,6 +79,11 @@ def e5m2_in_software(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def ue8m0(x):
+    return (x.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e4m3x2(x):
     # One instruction turns two bytes into two float16. It is written for each of them, and ptxas keeps one.
     # Triton 3.8 computes an operation with two results twice, in two layouts.
@@ -173,7 +178,6 @@ FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
-SMALLEST_RECORD_SCALE = tl.constexpr(formats.SMALLEST_RECORD_SCALE)
 
 
 def score_mod(spec: AttentionSpec) -> Any:

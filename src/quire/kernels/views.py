@@ -11,6 +11,8 @@ import torch
 
 from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache, Strides
+from quire.cache_layout import RECORD_RANK
+from quire.dispatch.tree import padded
 from quire.norm_rope import QKNorm, Rope
 
 
@@ -216,7 +218,7 @@ class LatentTensors(NamedTuple):
 
     c: Any  # the columns that are keys and values
     rope: Any  # the rotary columns; None if there are none
-    scale: Any  # one float32, or those of records; None if the cache is not quantised
+    scale: Any  # one float32, or those of records, in float32 or ue8m0; None if the cache is not quantised
 
 
 class LatentLayout(NamedTuple):
@@ -243,7 +245,7 @@ def latent_tensors(cache: PagedKVCache, element: torch.dtype) -> LatentTensors:
         element: as what the columns that are keys and values are viewed: the cache's dtype, uint8, or int16 for two
             fp8 numbers. The rotary columns of an fp8 cache that is not viewed as its dtype are viewed as uint8.
     """
-    if cache.layout == "fp8_ds_mla":
+    if cache.scale_kind == "record":
         values, scales, rope = cache.records
         return LatentTensors(values.view(element), rope, scales)
     latents, rank = cache.latents, cache.head_dim_v
@@ -251,6 +253,32 @@ def latent_tensors(cache: PagedKVCache, element: torch.dtype) -> LatentTensors:
     if element is cache.dtype:
         return LatentTensors(latents[..., :rank], rope, cache.k_scale)
     return LatentTensors(latents[..., :rank].view(element), rope, cache.k_scale)
+
+
+FEWEST_COLUMNS = 64  # of a part of records: 16 parts of 32 columns spill 1,432 bytes where 8 of 64 spill 336
+
+
+def latent_constexprs(cache: PagedKVCache, tensors: LatentTensors, parts: int) -> dict[str, Any]:
+    """Return constexprs of the kernels for latents that a cache decides.
+
+    Args:
+        cache: the cache.
+        tensors: of it, as they are passed.
+        parts: in which the columns of latents that are no records are multiplied.
+    """
+    meta = {
+        "PAGE_SIZE": cache.page_size, "C_SLOT": tensors.c.stride(1),
+        "ROPE_SLOT": 0 if tensors.rope is None else tensors.rope.stride(1), "WIDE_OFFSETS": cache.has_wide_offsets,
+        "PARTS": parts, "CODED": parts, "SCALED": False, "POWERS": 0,
+    }  # fmt: skip
+    if cache.scale_kind != "record":
+        return meta
+    record = cache.record
+    width, are_powers = max(record.group, FEWEST_COLUMNS), record.scale_dtype is torch.uint8
+    return meta | {
+        "PARTS": RECORD_RANK // width, "CODED": record.coded // width, "SCALED": not are_powers,
+        "POWERS": width // record.group if are_powers else 0, "ROPE": record.rope, "BLOCK_R": padded(record.rope),
+    }  # fmt: skip
 
 
 def latent_layout(cache: PagedKVCache, batch: Batch, tensors: LatentTensors) -> LatentLayout:

@@ -1,4 +1,4 @@
-"""Write new latents into their slots, quantised to the cache's dtype or packed into vLLM's "fp8_ds_mla" records.
+"""Write new latents into their slots, quantised to the cache's dtype or packed into records.
 
 Grid of both kernels: [num_tokens]. One program owns the latent and the rotary columns of one token. Numbers are
 divided, rounded and saturated as in `write.py`, so that every device stores the same bits.
@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
-from quire.cache_layout import RECORD_GROUP, RECORD_RANK, RECORD_ROPE
 from quire.dispatch.device import device_properties
-from quire.dispatch.tree import padded
+from quire.dispatch.tree import padded, power_of_two
 from quire.kernels import mods
-from quire.kernels.formats import largest
+from quire.kernels.formats import largest, record_columns
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.write import write_head
 
@@ -51,43 +50,55 @@ def write_latent_kernel(
 
 
 @triton.jit
-def record_scale(peak):
+def record_scale(peak, SMALLEST: tl.constexpr):
     # The least power of two of which 448 = 1.75 * 2**8 are at least the peak. Its bits are those of peak / 2**8,
     # rounded up to a power where the mantissa is above 1.75.
-    bits = tl.maximum(peak * 0.00390625, mods.SMALLEST_RECORD_SCALE).to(tl.int32, bitcast=True)
-    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    bits = tl.maximum(peak * 0.00390625, SMALLEST).to(tl.int32, bitcast=True)
+    return (bits + 0x1FFFFF) & 0x7F800000
 
 
 @triton.jit
 def write_record_kernel(
     c_kv_ptr,  # [num_tokens, GROUPS * GROUP]
-    k_pe_ptr,  # [num_tokens, ROPE], bits of bfloat16 if ENCODE_ROPE is None
+    k_pe_ptr,  # [num_tokens, ROPE], bits of bfloat16 if ENCODE_ROPE is None; None, like `rope`, if ROPE is 0
     values,  # [num_pages, PAGE_SIZE, GROUPS * GROUP], strides in elements
-    scales,  # [num_pages, PAGE_SIZE, GROUPS] float32
+    scales,  # [num_pages, PAGE_SIZE, GROUPS] float32, or uint8 for the exponents of powers of two
     rope,  # [num_pages, PAGE_SIZE, ROPE] int16, bits of bfloat16
     slot_mapping,  # [num_tokens] int64
     stride_c_kv, stride_k_pe, values_page, values_slot, scales_page, scales_slot, rope_page, rope_slot,
     PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr, ENCODE: tl.constexpr,
-    ENCODE_ROPE: tl.constexpr,
+    ENCODE_ROPE: tl.constexpr, SMALLEST: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,  # GROUPS, padded to a power of two
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(slot_mapping + token)
     if position < 0:
         return
     page, slot = position // PAGE_SIZE, position % PAGE_SIZE
-    offs_group = tl.arange(0, GROUPS)
-    offs = offs_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
-    x = tl.load(c_kv_ptr + token * stride_c_kv + offs).to(tl.float32)
+    offs_group = tl.arange(0, BLOCK_GROUPS)
+    offs = offs_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [BLOCK_GROUPS, GROUP]
+    if GROUPS == BLOCK_GROUPS:
+        is_group, are_columns = None, None
+        x = tl.load(c_kv_ptr + token * stride_c_kv + offs).to(tl.float32)
+    else:
+        is_group, are_columns = offs_group < GROUPS, (offs_group < GROUPS)[:, None]
+        x = tl.load(c_kv_ptr + token * stride_c_kv + offs, mask=are_columns, other=0.0).to(tl.float32)
     peak = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0), 1)
-    scale = record_scale(peak)  # [GROUPS]
-    tl.store(scales + page * scales_page + slot * scales_slot + offs_group, scale)
+    bits = record_scale(peak, SMALLEST)  # [BLOCK_GROUPS]
+    scale = bits.to(tl.float32, bitcast=True)
+    at = scales + page * scales_page + slot * scales_slot + offs_group
+    if scales.dtype.element_ty == tl.uint8:
+        tl.store(at, (bits >> 23).to(tl.uint8), mask=is_group)
+    else:
+        tl.store(at, scale, mask=is_group)
     target = values + page * values_page + slot * values_slot
-    tl.store(target + offs, ENCODE(tl.div_rn(x, tl.broadcast_to(scale[:, None], GROUPS, GROUP))))
-    offs_rope = tl.arange(0, ROPE)
-    r = tl.load(k_pe_ptr + token * stride_k_pe + offs_rope)
-    if ENCODE_ROPE is not None:
-        r = ENCODE_ROPE(r.to(tl.float32))
-    tl.store(rope + page * rope_page + slot * rope_slot + offs_rope, r)
+    tl.store(target + offs, ENCODE(tl.div_rn(x, tl.broadcast_to(scale[:, None], BLOCK_GROUPS, GROUP))), are_columns)
+    if ROPE > 0:
+        offs_rope = tl.arange(0, ROPE)
+        r = tl.load(k_pe_ptr + token * stride_k_pe + offs_rope)
+        if ENCODE_ROPE is not None:
+            r = ENCODE_ROPE(r.to(tl.float32))
+        tl.store(rope + page * rope_page + slot * rope_slot + offs_rope, r)
 
 
 # Of all calls of `write_latent`
@@ -104,6 +115,7 @@ def write_latent(
     kernel, parts = WRITE, (cache.latents, cache.k_scale)
     if cache.scale_kind == "record":
         kernel, parts = WRITE_RECORDS, cache.records
+        c_kv, k_pe = record_columns(cache.record, c_kv, k_pe)
     tensors = c_kv, k_pe, *parts, slot_mapping
     facts = c_kv.device, cache.kind, cache.head_dim, cache.head_dim_v
     kernel((num_tokens, 1, 1), tensors, facts, partial(arguments, cache))
@@ -122,15 +134,16 @@ def arguments(cache: PagedKVCache, *tensors: Any) -> Arguments:
     target = target.view(torch.uint8) if as_bytes else target
     if cache.scale_kind == "record":
         scales, rope, slot_mapping = rest
-        assert k_pe is not None
-        strides += *scales.stride()[:2], *rope.stride()[:2]
-        bits, is_bfloat16 = torch.int16, k_pe.dtype is torch.bfloat16
+        record, bits, is_bfloat16 = cache.record, torch.int16, k_pe is not None and k_pe.dtype is torch.bfloat16
+        strides += *scales.stride()[:2], *((0, 0) if rope is None else rope.stride()[:2])
         meta |= {
-            "GROUPS": RECORD_RANK // RECORD_GROUP, "GROUP": RECORD_GROUP, "ROPE": RECORD_ROPE,
-            "ENCODE_ROPE": None if is_bfloat16 else mods.to_bfloat16_bits,
+            "GROUPS": record.groups, "BLOCK_GROUPS": power_of_two(record.groups), "GROUP": record.group,
+            "ROPE": record.rope, "ENCODE_ROPE": None if is_bfloat16 else mods.to_bfloat16_bits,
+            "SMALLEST": record.smallest_scale,
         }  # fmt: skip
-        k_pe = k_pe.view(bits) if is_bfloat16 else k_pe
-        return Arguments((c_kv, k_pe, target, scales, rope.view(bits), slot_mapping), strides, meta)
+        if rope is not None:
+            k_pe, rope = k_pe.view(bits) if is_bfloat16 else k_pe, rope.view(bits)
+        return Arguments((c_kv, k_pe, target, scales, rope, slot_mapping), strides, meta)
     rope_dim = cache.head_dim - cache.head_dim_v
     meta |= {
         "LARGEST": largest(cache.dtype), "RANK": cache.head_dim_v, "ROPE": rope_dim,

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.mla.kernel import LatentTiling, empty_parts, join_parts, load_query_parts
+from quire.kernels.mla.kernel import (
+    LatentTiling,
+    empty_parts,
+    fold_latents,
+    join_parts,
+    load_query_parts,
+    load_rotary_queries,
+)
 from quire.kernels.panels import columns_of
 from quire.kernels.portable.reduce import Partial, store_partial
 from quire.kernels.primitives import (
@@ -28,12 +35,10 @@ from quire.kernels.primitives import (
     in_units,
     load_heads,
     load_queries,
-    load_rows,
-    load_tile,
     scale_to_float16,
     table_row,
 )
-from quire.kernels.states import LOG2E, Outputs, add_product, combine_at_once, empty_state, softmax_step, store_result
+from quire.kernels.states import LOG2E, Outputs, combine_at_once, empty_state, softmax_step, store_result
 from quire.kernels.views import Lists
 
 NUMBERS = (  # which change from layer to layer and step to step: kernels are the same for all of them
@@ -262,54 +267,12 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
     c_rows = (latents.c + page * kv.c_page + slot * T.C_SLOT)[:, None]
-    # Queries in bfloat16 may come as float16, and after the last part the number by which each row was divided.
-    DIVIDED: tl.constexpr = len(q) > T.PARTS
-    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16 and not DIVIDED
-    WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
-    parts, scales = (), ()
-    scores = tl.zeros([m_i.shape[0], T.BLOCK_N], tl.float32)
-    for i in tl.static_range(T.PARTS):
-        columns = i * WIDTH + tl.arange(0, WIDTH)
-        mask = keep[:, None]
-        if T.RANK != T.BLOCK_C:
-            mask = mask & (columns < T.RANK)[None, :]
-        stored = tl.load(c_rows + columns[None, :], mask=mask, other=0.0)
-        part = T.DECODE(stored, q[i].dtype)
-        products = tl.dot(q[i], tl.trans(part), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-        if T.SCALED:  # stored numbers are multiplied, which is exact, and then scaled
-            s_rows = latents.scale + page * kv.scale_page + slot * kv.scale_slot
-            scale = tl.load(s_rows + i, mask=keep, other=0.0)
-            products *= scale[None, :]
-            if SCALE_V:
-                part = (part.to(tl.float32) * scale[:, None]).to(part.dtype)
-            else:
-                scales = scales + (scale,)
-                if DIVIDED:
-                    part = T.DECODE(stored, q_pe.dtype)
-        parts = parts + (part,)
-        scores += products
-    if DIVIDED:
-        scores = scores * q[T.PARTS][:, None]
+    r_rows, s_rows = None, None
     if T.ROPE > 0:
-        offs_r = tl.arange(0, T.BLOCK_R)
         r_rows = (latents.rope + page * kv.rope_page + slot * T.ROPE_SLOT)[:, None]
-        r = load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.ROPE == T.BLOCK_R)
-        scores += tl.dot(q_pe, tl.trans(T.DECODE_ROPE(r, q_pe.dtype)), input_precision=T.INPUT_PRECISION)
-    if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores, scoring.scale, None, None, None, scoring.softcap)
-    scores = tl.where(keep[None, :], scores, float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(scores, 1) * scoring.exponent_scale)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
-    p = tl.exp2(scores * scoring.exponent_scale - shift[:, None])
-    alpha = tl.exp2(m_i - shift)
-    l_i = l_i * alpha[:, None] + p
-    accs = ()
-    for i in tl.static_range(T.PARTS):
-        weights = p
-        if T.SCALED and not SCALE_V:
-            weights = p * scales[i][None, :]
-        accs = accs + (add_product(acc[i], alpha, weights.to(parts[i].dtype), parts[i], T.INPUT_PRECISION),)
-    return accs, m_new, l_i
+    if T.SCALED or T.POWERS > 0:
+        s_rows = latents.scale + page * kv.scale_page + slot * kv.scale_slot
+    return fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, None, None, None, scoring, T)
 
 
 @triton.jit
@@ -407,7 +370,7 @@ def chosen_kernel(
 @triton.jit(do_not_specialize=NUMBERS)
 def chosen_latents_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
-    q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
+    q_pe_ptr,  # [num_tokens, num_q_heads, ROPE]; None without rotary columns, and where they are values too
     out_ptr,  # [num_tokens, num_q_heads, RANK]
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
@@ -427,7 +390,8 @@ def chosen_latents_kernel(
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr, C_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, DECODE_ROPE: tl.constexpr, PARTS: tl.constexpr,
-    SCALED: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CODED: tl.constexpr, SCALED: tl.constexpr, POWERS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, BLOCK_SIZE: tl.constexpr, ARE_SLOTS: tl.constexpr, PDL: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     EXTRA_PAGE_SIZE: tl.constexpr, EXTRA_C_SLOT: tl.constexpr, EXTRA_ROPE_SLOT: tl.constexpr,  # of the second cache
@@ -437,7 +401,7 @@ def chosen_latents_kernel(
         gdc_wait()
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        DECODE_ROPE, False, PARTS, SCALED, INPUT_PRECISION, False,
+        DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False,
     )  # fmt: skip
     N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
     token, split, kv_head, block = program_of(num_splits, 1, NUM_Q_HEADS, BLOCK_M)
@@ -455,15 +419,17 @@ def chosen_latents_kernel(
     place = Place(entries_of(lists, token, kv_head), count, table_row(kv, seq, stride_table), end)
     rows = find_rows_of_token(token, kv_head, block, NUM_Q_HEADS, BLOCK_M)
     head = rows.head.to(tl.int64)
-    q = load_query_parts(q_ptr + rows.token * stride_q_token + head * stride_q_head, rows.owned, T)
-    q_pe = None
+    q_ptrs, pe_ptrs, q_pe = q_ptr + rows.token * stride_q_token + head * stride_q_head, None, None
+    q = load_query_parts(q_ptrs, rows.owned, T)
+    if q_pe_ptr is not None:
+        pe_ptrs = q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head
     if ROPE > 0:
-        q_pe = load_rows(q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head, rows.owned, ROPE, BLOCK_R)
+        q_pe = load_rotary_queries(q_ptrs, pe_ptrs, rows.owned, T)
     # Numbers in e4m3 become float16 with fewer instructions than bfloat16. More rows have no registers for it.
     if SCALED and BLOCK_M < 64 and q_ptr.dtype.element_ty == tl.bfloat16:
         q = scale_to_float16(q)
     v_scale = 1.0
-    if latents.scale is not None and not SCALED:
+    if latents.scale is not None and not SCALED and POWERS == 0:
         v_scale = tl.load(latents.scale)
         scale = scale * v_scale
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
@@ -473,7 +439,7 @@ def chosen_latents_kernel(
     if EXTRA_SIZE > 0:
         E: tl.constexpr = LatentTiling(
             BLOCK_N, EXTRA_PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, EXTRA_C_SLOT, EXTRA_ROPE_SLOT, WIDE_OFFSETS,
-            SCORE_MOD, DECODE, DECODE_ROPE, False, PARTS, SCALED, INPUT_PRECISION, False,
+            SCORE_MOD, DECODE, DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False,
         )  # fmt: skip
         M: tl.constexpr = Naming(BLOCK_N, EXTRA_PAGE_SIZE, EXTRA_SIZE, True)
         more = Lists(extra_indices, extra_lens, extra_width, extra_list, 0, extra_lens_token, 0)

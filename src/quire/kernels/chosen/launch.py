@@ -281,12 +281,10 @@ class ChosenRunner:
             extra_layout = views.latent_layout(extra_cache, self.batch, extra)
             sizes = extra_cache.page_size, extra.c.stride(1), 0 if extra.rope is None else extra.rope.stride(1)
         wide = cache.has_wide_offsets or (extra_cache is not None and extra_cache.has_wide_offsets)
-        meta = constexprs_of(decided) | {
-            "BLOCK_N": decided.block_n(cache), "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
-            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1), "WIDE_OFFSETS": wide,
+        meta = constexprs_of(decided) | views.latent_constexprs(cache, latents, 1) | {
+            "BLOCK_N": decided.block_n(cache), "WIDE_OFFSETS": wide,
             "EXTRA_PAGE_SIZE": sizes[0], "EXTRA_C_SLOT": sizes[1], "EXTRA_ROPE_SLOT": sizes[2],
             "EXTRA_SIZE": self.extra_size, "DECODE": decode, "DECODE_ROPE": decode_rope,
-            "SCALED": records, "PARTS": 4 if records else 1,
         }  # fmt: skip
         layout = views.latent_layout(cache, self.batch, latents)
         strides = *q_nope.stride()[:2], *((0, 0) if q_pe is None else q_pe.stride()[:2]), *out.stride()[:2]

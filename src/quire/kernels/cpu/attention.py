@@ -266,10 +266,13 @@ def read(
     Returns:
         k [num_seqs, num_keys, heads, head_dim] and v [num_seqs, num_keys, heads, head_dim_v].
     """
-    if cache.layout == "fp8_ds_mla":
-        values, scales, rope = (part[page, slot] for part in cache.records)
+    if cache.scale_kind == "record":
+        values, scales, *rope = (part[page, slot] for part in cache.records if part is not None)
+        if scales.dtype is torch.uint8:  # exponents of powers of two
+            scales = (scales.int() << 23).view(torch.float32)
         values = values.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
-        k = torch.cat([values.flatten(-2), rope.float()], -1).masked_fill(~needed[..., None], 0.0)[:, :, None]
+        k = torch.cat([values.flatten(-2), *(part.float() for part in rope)], -1)
+        k = k.masked_fill(~needed[..., None], 0.0)[:, :, None]
         return k, k[..., : cache.head_dim_v]
     k, v = as_bytes(cache.k), as_bytes(cache.v)
     if cache.layout == "THD":

@@ -3,7 +3,7 @@
 import torch
 
 from quire.cache import PagedKVCache
-from quire.kernels.formats import SMALLEST_PEAK, SMALLEST_RECORD_SCALE, as_bytes, largest, page_tensors
+from quire.kernels.formats import SMALLEST_PEAK, as_bytes, largest, page_tensors, record_columns
 
 
 @torch.no_grad()
@@ -49,14 +49,16 @@ def write_latent(
     kept, page, slot = find_slots(cache, slot_mapping)
     c_kv = c_kv[kept]
     if cache.scale_kind == "record":
-        assert k_pe is not None
         values, scales, rope = cache.records
-        groups = c_kv.float().unflatten(-1, (scales.shape[-1], -1))
+        coded, k_pe = record_columns(cache.record, c_kv, None if k_pe is None else k_pe[kept])
+        groups = coded.float().unflatten(-1, (scales.shape[-1], -1))
         peaks = torch.where(groups.isfinite(), groups.abs(), 0.0).amax(-1)
-        scale = record_scale(peaks)
+        bits = record_scale(peaks, cache.record.smallest_scale)
+        scale = bits.view(torch.float32)
         as_bytes(values)[page, slot] = as_bytes(saturated(groups / scale[..., None], cache.dtype).flatten(-2))
-        scales[page, slot] = scale
-        rope[page, slot] = k_pe[kept].to(rope.dtype)
+        scales[page, slot] = scale if scales.dtype is torch.float32 else (bits >> 23).to(torch.uint8)
+        if rope is not None and k_pe is not None:
+            rope[page, slot] = k_pe.to(rope.dtype)
         return
     x = c_kv if k_pe is None else torch.cat([c_kv, k_pe[kept]], -1)
     if cache.k_scale is not None:
@@ -64,10 +66,13 @@ def write_latent(
     as_bytes(cache.latents)[page, slot] = as_bytes(saturated(x, cache.dtype))
 
 
-def record_scale(peaks: torch.Tensor) -> torch.Tensor:
-    """Return the least powers of two of which 448 = 1.75 * 2^8 are at least these float32 magnitudes, as in kernels."""
-    bits = (peaks / 256).clamp(min=SMALLEST_RECORD_SCALE).view(torch.int32)
-    return ((bits + 0x1FFFFF) & 0x7F800000).view(torch.float32)
+def record_scale(peaks: torch.Tensor, smallest: float) -> torch.Tensor:
+    """Return the least powers of two of which 448 = 1.75 * 2^8 are at least these float32 magnitudes, as in kernels.
+
+    They are returned as the bits of float32.
+    """
+    bits = (peaks / 256).clamp(min=smallest).view(torch.int32)
+    return (bits + 0x1FFFFF) & 0x7F800000
 
 
 def find_slots(cache: PagedKVCache, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels import mods
 from quire.kernels.portable.reduce import Partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.portable.schedule import (
     Sequence,
@@ -50,8 +51,10 @@ class LatentTiling(NamedTuple):
     DECODE: Any  # jit function from stored elements to numbers
     DECODE_ROPE: Any
     PACKED_FP8: Any  # a stored element of c is two fp8 numbers
-    PARTS: Any  # of the columns of c
-    SCALED: Any  # latents are records: each part of a latent has a scale
+    PARTS: Any  # of the columns that are values
+    CODED: Any  # parts that c holds; the rotary columns are the last one where there is one more
+    SCALED: Any  # latents are records: each part in c has a scale
+    POWERS: Any  # of two, in ue8m0, by which a part in c is scaled, an equal share of its columns each; 0 for none
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
 
@@ -77,8 +80,7 @@ def attend_latents(
         scoring: Scoring.
         T: LatentTiling.
     """
-    offs_n, offs_r = tl.arange(0, T.BLOCK_N), tl.arange(0, T.BLOCK_R)
-    kv_pos = pos + offs_n
+    kv_pos = pos + tl.arange(0, T.BLOCK_N)
     # One comparison, unsigned, for kv_start <= kv_pos < kv_stop. The others hold NaN perhaps, and 0 * NaN is NaN.
     keep = (kv_pos - kv_start).to(tl.uint32) < tl.maximum(kv_stop - kv_start, 0).to(tl.uint32)
     page = page.to(tl.int64)  # page * stride passes 2^31
@@ -93,19 +95,44 @@ def attend_latents(
             slot = slot.to(tl.int64)
         before = 0
     c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
+    r_rows, s_rows = None, None
+    if T.ROPE > 0:
+        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
+    if T.SCALED or T.POWERS > 0:
+        s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
+    return fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, rows.q_pos, kv_pos, slopes, scoring, T)
+
+
+@triton.jit
+def fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, q_pos, kv_pos, slopes, scoring, T: tl.constexpr):
+    """Fold a tile of latents, anywhere in memory, into the state.
+
+    Args:
+        acc, m_i, l_i: the running state, from `empty_parts`.
+        q: from `load_query_parts`, or what `scale_to_float16` makes of it.
+        q_pe: [BLOCK_M, BLOCK_R], or None.
+        c_rows: [BLOCK_N, 1], pointers to the first column of each key.
+        r_rows: [BLOCK_N, 1], pointers to the rotary columns; None if there are none.
+        s_rows: [BLOCK_N], pointers to the scales of records, or None.
+        keep: [BLOCK_N], which keys are read. The others hold NaN perhaps, and 0 * NaN is NaN.
+        q_pos: [BLOCK_M], the position of each row; None, like the next two, for chosen keys.
+        kv_pos: [BLOCK_N], the position of each key.
+        slopes: ALiBi slope of each row, or None.
+        scoring: Scoring.
+        T: LatentTiling.
+    """
     # The columns of c are multiplied in PARTS parts. Their products do not wait for one another, as the steps of one
     # product do.
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # parts that a loaded tile is decoded into
     WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
-    s_rows = None
-    if T.SCALED:
-        s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
+    # After the last part, queries may have the number by which each row was divided to be float16.
+    DIVIDED: tl.constexpr = len(q) > T.CODED
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
-    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16
-    offs_c = tl.arange(0, WIDTH)
+    SCALE_V: tl.constexpr = T.SCALED and q[0].dtype == tl.float16 and not DIVIDED
+    offs_c, offs_r = tl.arange(0, WIDTH), tl.arange(0, T.BLOCK_R)
     parts, scales = (), ()
-    scores = tl.zeros([rows.head.shape[0], T.BLOCK_N], tl.float32)
-    for i in tl.static_range(T.PARTS // EACH):
+    scores = tl.zeros([m_i.shape[0], T.BLOCK_N], tl.float32)
+    for i in tl.static_range(T.CODED // EACH):
         columns = i * WIDTH + offs_c
         mask = keep[:, None]
         if T.RANK != T.BLOCK_C:
@@ -115,9 +142,14 @@ def attend_latents(
             even, odd = T.DECODE(loaded)
             parts = (even, odd)
             scores = tl.dot(q[0], tl.trans(even)) + tl.dot(q[1], tl.trans(odd))
-            scores = scores * q[2][:, None]
         else:
-            part = T.DECODE(loaded, q[i].dtype)
+            if T.POWERS == 0:
+                part = T.DECODE(loaded, q[i].dtype)
+            else:  # which is exact but for the smallest numbers in float16, and takes fewer registers than scales do
+                powers = load_powers(s_rows + i * T.POWERS, keep, offs_c // (WIDTH // T.POWERS), T.POWERS)
+                part = (T.DECODE(loaded, tl.float32) * powers).to(q[i].dtype)
+            if T.POWERS > 0 or DIVIDED:
+                part = decoded_once(part, offs_c)
             products = tl.dot(q[i], tl.trans(part), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
             if T.SCALED:  # stored numbers are multiplied, which is exact, and then scaled
                 scale = tl.load(s_rows + i, mask=keep, other=0.0)
@@ -126,18 +158,23 @@ def attend_latents(
                     part = (part.to(tl.float32) * scale[:, None]).to(part.dtype)
                 else:
                     scales = scales + (scale,)
+                    if DIVIDED:
+                        part = decoded_once(T.DECODE(loaded, tl.bfloat16), offs_c)
             parts = parts + (part,)
             scores = products if i == 0 else scores + products
+    if DIVIDED:
+        scores = scores * q[T.CODED][:, None]
     if T.ROPE > 0:
-        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
         r = load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.ROPE == T.BLOCK_R)
         r = T.DECODE_ROPE(r, q_pe.dtype)
         scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
+        if T.CODED < T.PARTS:
+            parts = parts + (r,)
     if T.SCORE_MOD is not None:
-        scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+        scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
-        low, high = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
+        low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
         visible = visible & (kv_pos[None, :] >= low[:, None]) & (kv_pos[None, :] <= high[:, None])
     scores = tl.where(visible, scores, float("-inf"))
     # m_i need not be the exact maximum. 12 bits of headroom keep small float16 probabilities from vanishing.
@@ -158,6 +195,27 @@ def attend_latents(
 
 
 @triton.jit
+def decoded_once(part, columns):
+    """Return a tile that was decoded. `columns`, whose numbers are not negative, must not come from memory.
+
+    Triton would move the stored numbers to where each of the two products wants them, and decode them there twice. Then
+    it would not load them ahead. It does neither where a tile depends on what is no load and no constant. The condition
+    is none in machine code.
+    """
+    return tl.where((columns >= 0)[None, :], part, 0.0)
+
+
+@triton.jit
+def load_powers(s_rows, keep, share, POWERS: tl.constexpr):
+    """Load the powers of two by which columns are scaled, [BLOCK_N, columns] or [BLOCK_N, 1]; `share` is of columns."""
+    power = mods.ue8m0(tl.load(s_rows, mask=keep, other=0))[:, None]
+    for i in tl.static_range(1, POWERS):
+        other = mods.ue8m0(tl.load(s_rows + i, mask=keep, other=0))[:, None]
+        power = tl.where((share == i)[None, :], other, power)
+    return power
+
+
+@triton.jit
 def load_query_parts(ptrs, owned, T: tl.constexpr):
     """Load the columns of the queries that meet c: one tensor for each part of them.
 
@@ -172,9 +230,18 @@ def load_query_parts(ptrs, owned, T: tl.constexpr):
     else:
         WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
         q = ()
-        for i in tl.static_range(T.PARTS):
+        for i in tl.static_range(T.CODED):
             q = q + (load_rows(ptrs + i * WIDTH, owned, T.RANK - i * WIDTH, WIDTH),)
         return q
+
+
+@triton.jit
+def load_rotary_queries(ptrs, pe_ptrs, owned, T: tl.constexpr):
+    """Load the columns of the queries that meet rotary columns: the last ones where those are values too."""
+    if T.CODED < T.PARTS:
+        return load_rows(ptrs + (T.RANK - T.ROPE), owned, T.ROPE, T.BLOCK_R)
+    else:
+        return load_rows(pe_ptrs, owned, T.ROPE, T.BLOCK_R)
 
 
 @triton.jit
@@ -196,13 +263,13 @@ def join_parts(acc, m_i, l_i, BLOCK_M: tl.constexpr, T: tl.constexpr):
     if T.PACKED_FP8:
         even, odd = acc
         return (tl.reshape(tl.join(even, odd), [BLOCK_M, T.BLOCK_C]),), m_i, l_i
-    elif T.PARTS == 4:
-        a, b, c, d = acc
-        return (concatenate(concatenate(a, b, BLOCK_M), concatenate(c, d, BLOCK_M), BLOCK_M),), m_i, l_i
-    elif T.PARTS == 2:
-        a, b = acc
-        return (concatenate(a, b, BLOCK_M),), m_i, l_i
     else:
+        for _ in tl.static_range(4):  # of up to 16 parts, in pairs
+            if len(acc) > 1:
+                joined = ()
+                for i in tl.static_range(len(acc) // 2):
+                    joined = joined + (concatenate(acc[2 * i], acc[2 * i + 1], BLOCK_M),)
+                acc = joined
         return acc, m_i, l_i
 
 
@@ -225,7 +292,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
-    q_pe_ptr,  # [num_tokens, num_q_heads, ROPE], or None
+    q_pe_ptr,  # [num_tokens, num_q_heads, ROPE]; None without rotary columns, and where they are values too
     out_ptr,  # [num_tokens, num_q_heads, RANK]
     out_scale_ptr,  # [1] float32 where out is e4m3, or None
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
@@ -242,7 +309,8 @@ def mla_kernel(
     NUM_Q_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr, C_SLOT: tl.constexpr, ROPE_SLOT: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
     SCORE_MOD: tl.constexpr, DECODE: tl.constexpr, DECODE_ROPE: tl.constexpr, PACKED_FP8: tl.constexpr,
-    PARTS: tl.constexpr, SCALED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, POWERS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_ROW_MASK: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,  # of a band
     MULTI_BAND: tl.constexpr,  # a sequence may have several bands
@@ -259,7 +327,7 @@ def mla_kernel(
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        DECODE_ROPE, PACKED_FP8, PARTS, SCALED, INPUT_PRECISION, PER_ROW_MASK,
+        DECODE_ROPE, PACKED_FP8, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, PER_ROW_MASK,
     )  # fmt: skip
     U: tl.constexpr = Units(NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, 0)
     # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
@@ -277,7 +345,7 @@ def mla_kernel(
     if PDL:
         gdc_wait()
     v_scale = 1.0
-    if latents.scale is not None and not SCALED:
+    if latents.scale is not None and not SCALED and POWERS == 0:
         v_scale = tl.load(latents.scale)
         scale = scale * v_scale
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
@@ -313,10 +381,11 @@ def mla_kernel(
         head = rows.head.to(tl.int64)
         q_ptrs = q_ptr + rows.token * stride_q_token + head * stride_q_head
         q = load_query_parts(q_ptrs, rows.owned, T)
-        q_pe = None
-        if ROPE > 0:
+        pe_ptrs, q_pe = None, None
+        if q_pe_ptr is not None:
             pe_ptrs = q_pe_ptr + rows.token * stride_pe_token + head * stride_pe_head
-            q_pe = load_rows(pe_ptrs, rows.owned, ROPE, BLOCK_R)
+        if ROPE > 0:
+            q_pe = load_rotary_queries(q_ptrs, pe_ptrs, rows.owned, T)
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)

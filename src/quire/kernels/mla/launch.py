@@ -120,14 +120,12 @@ class MLALaunch(PortableLaunch):
             "COMBINE_ROOM": 4096 * config.num_warps,
         }  # fmt: skip
 
-    def column_parts(self, records: bool, packed: bool) -> int:
-        """Return the parts in which the columns of a latent are multiplied: four groups of a record, two halves of fp8.
+    def column_parts(self, packed: bool) -> int:
+        """Return the parts in which the columns of a latent are multiplied: two halves of fp8.
 
         With 16 rows, a warp has one product of 16 × 8 numbers, whose steps wait for one another; four parts have four.
         With fixed splits, parts would be joined in the loop over tiles.
         """
-        if records:
-            return 4
         if packed:
             return 2
         one_product = self.config.block_m == 16 and self.config.block_dv >= 256
@@ -201,12 +199,8 @@ class MLARunner(KernelRunner):
         latents = views.latent_tensors(cache, element)
         if decode_rope is not mods.native and latents.rope is not None:
             latents = latents._replace(rope=latents.rope.view(torch.uint8))
-        meta = constexprs_of(decided) | {
-            "PAGE_SIZE": cache.page_size, "C_SLOT": latents.c.stride(1),
-            "ROPE_SLOT": 0 if latents.rope is None else latents.rope.stride(1),
-            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "DECODE_ROPE": decode_rope,
-            "PACKED_FP8": packed, "SCALED": records, "PARTS": decided.column_parts(records, packed),
-        }  # fmt: skip
+        meta = constexprs_of(decided) | views.latent_constexprs(cache, latents, decided.column_parts(packed))
+        meta |= {"DECODE": decode, "DECODE_ROPE": decode_rope, "PACKED_FP8": packed}
         strides = (
             batch.page_table.stride(0),
             *q_nope.stride()[:2],
