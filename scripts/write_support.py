@@ -112,6 +112,12 @@ FEATURES = (
     Feature("latents of 512 + 64, bfloat16", LATENT),
     Feature("latents of 512 + 64, e4m3", {**LATENT, "kv_dtype": E4M3}),
     Feature("latents of 512 + 64, `fp8_ds_mla`", {**LATENT, "kv_dtype": E4M3}, cache="fp8_ds_mla"),
+    Feature(
+        "latents of 512, `fp8_ds_mla_584`, chosen keys",
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 0, "kv_dtype": E4M3, "sinks": True},
+        cache="fp8_ds_mla_584",
+        per_token=CHOSEN,
+    ),
     Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
     Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
     Feature("latents, an interval of keys for each token", LATENT, per_token=INTERVALS),

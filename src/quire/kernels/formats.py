@@ -26,7 +26,7 @@ def record_columns(
     """Return the columns of new latents that records keep in e4m3, and those that they keep in bfloat16."""
     if record.rope == 0 or k_pe is not None:
         return c_kv, k_pe
-    return c_kv.split([record.coded, record.rope], 1)  # rotary columns that are values too
+    return c_kv[:, : record.coded], c_kv[:, record.coded :]  # rotary columns that are values too
 
 
 def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:

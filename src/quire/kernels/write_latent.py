@@ -141,7 +141,7 @@ def arguments(cache: PagedKVCache, *tensors: Any) -> Arguments:
             "ROPE": record.rope, "ENCODE_ROPE": None if is_bfloat16 else mods.to_bfloat16_bits,
             "SMALLEST": record.smallest_scale,
         }  # fmt: skip
-        if rope is not None:
+        if rope is not None and k_pe is not None:
             k_pe, rope = k_pe.view(bits) if is_bfloat16 else k_pe, rope.view(bits)
         return Arguments((c_kv, k_pe, target, scales, rope, slot_mapping), strides, meta)
     rope_dim = cache.head_dim - cache.head_dim_v
