@@ -353,7 +353,7 @@ IN_INTERPRETER = {
         "kernels/mla/kernel.py",
         "weights = p * scales[i][None, :]",
         "weights = p",
-        MLA + "records_with_scales_of_their_own[dtype1-False]",
+        MLA + "records_with_scales_of_their_own[fp8_ds_mla-64-dtype1-False]",
     ),
     "MLA: denominators not rescaled": Mutant(
         "kernels/mla/kernel.py", "l_i = l_i * alpha[:, None] + p", "l_i = l_i + p", MLA + "features[causal-1]"

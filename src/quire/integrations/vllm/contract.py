@@ -9,6 +9,8 @@ key and its value in one row, in any of six physical orders.
 In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has separate backends, which are
 chosen separately; plug-ins have the name CUSTOM there.
 
+In 0.33 models whose indexer chooses keys have a base class of their own for MLA.
+
 In 0.33 a layer's cache says whether several ranks share it, since that of a draft model may not be. The functions that
 combine the results of these ranks moved from one module to another.
 
@@ -30,6 +32,7 @@ from quire.integrations import engine
 SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
 PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
+SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
 SCALE_BYTES = 4
 
@@ -131,6 +134,14 @@ def has_prefill_backends() -> bool:
     try:
         return hasattr(prefill_registry(), "register_mla_prefill_backend")
     except ImportError:
+        return False
+
+
+def has_sparse_mla() -> bool:
+    """Whether this vLLM has a base class for MLA whose indexer chooses keys, with one method for the attention."""
+    try:
+        return hasattr(load(SPARSE_MLA).SparseMLACommonImpl, "_forward_mqa_kernel")
+    except (AttributeError, ImportError):
         return False
 
 

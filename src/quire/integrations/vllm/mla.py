@@ -219,7 +219,48 @@ class QuireMLAMetadataBuilder(mla.MLACommonMetadataBuilder[QuireMLAMetadata], Pl
         )
 
 
-class QuireMLAImpl(mla.MLACommonImpl):
+class LatentCache:
+    """A part of a layer's attention: its latents, which it writes, as pages.
+
+    A class that has it sets `kv_cache_dtype`, vLLM's name, `kv_dtype`, `kv_lora_rank`, and `bound` to None.
+    """
+
+    kv_cache_dtype: str
+    kv_dtype: torch.dtype
+    kv_lora_rank: int
+    bound: torch.Tensor | None  # the cache that `pages` are a view of
+    pages: Any = None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,  # [num_tokens, kv_lora_rank], padding included
+        k_pe: torch.Tensor,  # [num_tokens, 1, qk_rope_head_dim]
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 for padding
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        *others: Any,
+    ) -> None:
+        """Write the step's latents."""
+        if kv_cache.numel() == 0:  # while memory is measured
+            return
+        pages = self.pages if kv_cache is self.bound else self.bind(kv_cache, k_scale)
+        quire.write_latent(kv_c_normed, k_pe, pages, slot_mapping.flatten()[: kv_c_normed.shape[0]])
+
+    def bind(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> PagedKVCache:
+        """Remember the layer's pages."""
+        self.bound, self.pages = kv_cache, self.pages_of(kv_cache, k_scale)
+        return self.pages
+
+    def pages_of(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> PagedKVCache:
+        """Return pages: a view of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
+        if self.kv_cache_dtype == RECORD:
+            return PagedKVCache.from_latents(kv_cache.view(torch.uint8), self.kv_lora_rank)
+        scale = k_scale if self.kv_dtype == torch.float8_e4m3fn else None
+        return PagedKVCache.from_latents(kv_cache.view(self.kv_dtype), self.kv_lora_rank, scale=scale)
+
+
+class QuireMLAImpl(LatentCache, mla.MLACommonImpl):
     """One layer's attention."""
 
     can_return_lse_for_decode: bool = True
@@ -241,20 +282,10 @@ class QuireMLAImpl(mla.MLACommonImpl):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        unserved = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        for name, value in unserved.items():
-            if value:
-                raise UnsupportedError(
-                    f"{name} must be left out in MLA, got {value}; leave --attention-backend out for this model"
-                )
-        if attn_type != base.AttentionType.DECODER:
-            raise UnsupportedError(
-                f"attn_type must be decoder, got {base.AttentionType(attn_type).value}; "
-                "leave --attention-backend out for this model"
-            )
+        check_served(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         rest = (None, None, kv_cache_dtype, None, attn_type, kv_sharing_target_layer_name)
         try:
-            super().__init__(num_heads, head_size, scale, num_kv_heads, *rest, **mla_args)
+            mla.MLACommonImpl.__init__(self, num_heads, head_size, scale, num_kv_heads, *rest, **mla_args)
         except RuntimeError as error:
             # Versions without backends for prefill want FlashAttention here, at the end, and Quire does not.
             if contract.has_prefill_backends() or "FlashAttention" not in str(error):
@@ -271,8 +302,7 @@ class QuireMLAImpl(mla.MLACommonImpl):
         self.kv_dtype = KV_DTYPES.get(kv_cache_dtype, dtype)
         ranks = current.parallel_config.decode_context_parallel_size  # each has a part of the keys and all their heads
         self.spec = latent_spec(num_heads * ranks, head_size, self.kv_lora_rank, self.scale, dtype, self.kv_dtype)
-        self.bound: torch.Tensor | None = None  # the cache that `pages` are a view of
-        self.pages: Any = None
+        self.bound = None
 
     def takes_prefill(self, additional_config: Any) -> bool:
         """Whether this layer prefills: where vLLM would use FlashAttention, unless the user says otherwise.
@@ -285,22 +315,6 @@ class QuireMLAImpl(mla.MLACommonImpl):
         wanted = not isinstance(additional_config, dict) or additional_config.get("quire_prefill", True)
         served = serves(self.qk_head_dim, self.v_head_dim)
         return chosen is None or bool(wanted and served and chosen == getattr(self, "_run_prefill_new_tokens_fa", None))
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,  # [num_tokens, kv_lora_rank], padding included
-        k_pe: torch.Tensor,  # [num_tokens, 1, qk_rope_head_dim]
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 for padding
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        *others: Any,
-    ) -> None:
-        """Write the step's latents."""
-        if kv_cache.numel() == 0:  # while memory is measured
-            return
-        pages = self.pages if kv_cache is self.bound else self.bind(kv_cache, k_scale)
-        quire.write_latent(kv_c_normed, k_pe, pages, slot_mapping.flatten()[: kv_c_normed.shape[0]])
 
     def forward_mqa(
         self,
@@ -331,16 +345,6 @@ class QuireMLAImpl(mla.MLACommonImpl):
             state = quire.attention(q, pages, plan, return_lse=True)
             return state.out, state.lse
         return quire.attention(q, pages, plan), None
-
-    def bind(self, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> PagedKVCache:
-        """Remember the layer's pages: a view of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
-        if self.kv_cache_dtype == RECORD:
-            pages = PagedKVCache.from_latents(kv_cache.view(torch.uint8), self.kv_lora_rank)
-        else:
-            scale = k_scale if self.kv_dtype == torch.float8_e4m3fn else None
-            pages = PagedKVCache.from_latents(kv_cache.view(self.kv_dtype), self.kv_lora_rank, scale=scale)
-        self.bound, self.pages = kv_cache, pages
-        return pages
 
     def prefill_new_tokens(
         self, prefill: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_softmax_lse: bool
@@ -379,6 +383,23 @@ class QuireMLAImpl(mla.MLACommonImpl):
             max_seq_len=past.max_seq_lens[chunk_idx],
             causal=False,
             return_lse=True,
+        )
+
+
+def check_served(
+    alibi_slopes: list[float] | None, sliding_window: int | None, logits_soft_cap: float | None, attn_type: str
+) -> None:
+    """Raise UnsupportedError where a model asks for what attention to latents does not do here."""
+    unserved = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    for name, value in unserved.items():
+        if value:
+            raise UnsupportedError(
+                f"{name} must be left out in MLA, got {value}; leave --attention-backend out for this model"
+            )
+    if attn_type != base.AttentionType.DECODER:
+        raise UnsupportedError(
+            f"attn_type must be decoder, got {base.AttentionType(attn_type).value}; "
+            "leave --attention-backend out for this model"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import quire
-from quire import AttentionSpec, PagedKVCache, Plan
+from quire import AttentionSpec, ChosenKeys, PagedKVCache, Plan
 from quire.integrations.engine import LEAST_KEYS, START
 from quire.integrations.vllm import contract
 
@@ -116,6 +116,7 @@ class Planner:
         max_query_len: int,
         max_seq_len: int,
         paged: bool = True,
+        lists: torch.Tensor | None = None,  # [num_tokens, width] int32, positions of keys that each token sees
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
@@ -131,13 +132,14 @@ class Planner:
             table.stride(0),
             seq_lens.data_ptr(),
             None if starts is None else starts.data_ptr(),
+            None if lists is None else (lists.data_ptr(), lists.shape[1], lists.stride(0)),
         )
         key = spec, num_tokens, max_query_len, max_seq_len, seq_lens.shape[0], memory
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = quire.plan(
                 spec,
-                quire.Batch(table, seq_lens, starts, paged=paged),
+                quire.Batch(table, seq_lens, starts, paged=paged, chosen=None if lists is None else ChosenKeys(lists)),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 num_tokens=num_tokens,
