@@ -213,7 +213,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_dsa.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tools tests scripts examples

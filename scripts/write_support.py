@@ -28,7 +28,9 @@ from quire.targets import TARGETS
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/support.md"
 INTEGRATIONS = ROOT / "src/quire/integrations"
-LATENTS = [INTEGRATIONS / "vllm" / name for name in ("mla.py", "prefill.py", "sparse.py")]  # vLLM's backends of MLA alone
+LATENTS = [
+    INTEGRATIONS / "vllm" / name for name in ("mla.py", "prefill.py", "sparse.py")
+]  # vLLM's backends of MLA alone
 CPU = torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PROMPT = {"num_seqs": 1, "max_query_len": 2048, "num_tokens": 2048}

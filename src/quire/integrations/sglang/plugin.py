@@ -1,10 +1,13 @@
 """How SGLang finds the backend: by a name in its lists of choices and in its registry."""
 
+import os
 from typing import Any
 
 from quire.integrations.sglang import contract
 
 NAME = "quire"
+DSA = "dsa"  # SGLang's name of attention to keys that an indexer chooses, which its models ask for
+CHOSEN_KEYS = "QUIRE_SGLANG_DSA"  # "1" has Quire attend to these
 
 
 def register() -> None:
@@ -27,6 +30,8 @@ def register() -> None:
     registry = contract.load("sglang.srt.layers.attention.attention_registry")
     if NAME not in registry.ATTENTION_BACKENDS:
         registry.register_attention_backend(NAME)(create)
+    if os.environ.get(CHOSEN_KEYS) == "1" and DSA in registry.ATTENTION_BACKENDS:
+        registry.ATTENTION_BACKENDS[DSA] = create_dsa
 
 
 def create(model_runner: Any) -> Any:
@@ -35,3 +40,11 @@ def create(model_runner: Any) -> Any:
     from quire.integrations.sglang.backend import QuireBackend
 
     return QuireBackend(model_runner)
+
+
+def create_dsa(model_runner: Any) -> Any:
+    """Return the backend of a model runner whose model chooses keys."""
+    contract.check_version()
+    from quire.integrations.sglang.dsa import QuireDsaBackend
+
+    return QuireDsaBackend(model_runner)
