@@ -1,9 +1,9 @@
 """FlashInfer's wrappers and functions, with FlashInfer's parameters and semantics.
 
 Names, order and defaults are those of FlashInfer 0.7.4 (github.com/flashinfer-ai/flashinfer); modules have its names
-too (`decode`, `prefill`, `cascade`, `page`, `mla`). `tables.py` says of each argument whether it is served. The lse is
-in base 2. What is not served is refused by name: some custom masks, rotary embeddings inside attention, custom kernels,
-fp8 queries, fp4 caches. Every check runs before anything is written. Arguments that choose among FlashInfer's kernels
+too (`decode`, `prefill`, `cascade`, `page`, `mla`, `sparse`). `tables.py` says of each argument whether it is served.
+The lse is in base 2. What is not served is refused by name: some custom masks, rotary embeddings inside attention,
+custom kernels, fp8 queries, fp4 caches. Every check runs before anything is written. Arguments that choose among FlashInfer's kernels
 are ignored.
 
 Differences from FlashInfer: a row that sees no key has out 0 and lse -inf. Pages may have any size. `plan` needs no
@@ -41,6 +41,7 @@ from quire.integrations.flashinfer.page import (
 from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire.integrations.flashinfer.single import single_decode_with_kv_cache, single_prefill_with_kv_cache
+from quire.integrations.flashinfer.sparse import BlockSparseAttentionWrapper
 
 __all__ = [
     "BatchAttention",
@@ -49,6 +50,7 @@ __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",

@@ -148,6 +148,28 @@ v: values, [kv_indptr[-1], num_kv_heads, head_dim_vo], likewise.
     COMMON,
 )
 
+SPARSE = Table(
+    """
+backend: the name of one of FlashInfer's backends; a hint that is ignored.
+indptr: [ceil(M / R) + 1], where each row of blocks begins in `indices`; not read with `block_mask`.
+indices: [indptr[-1]], columns of the blocks that are seen.
+M: queries.
+N: keys, a multiple of C.
+R: queries of a block.
+C: keys of a block.
+block_mask: [num_kv_heads or num_qo_heads, ceil(M / R), N / C] bool, which blocks each KV head's queries see; of query
+    heads, the first one of each group counts.
+mask, packed_mask (refused): blocks are seen as a whole
+causal (refused): blocks say what is seen
+kv_block_lens, q2k_indices, q2k_num (refused): blocks are those of indptr and indices, or of block_mask
+kv_splits, use_clc: ignored; Quire chooses.
+q_scale, k_scale, v_scale (refused): queries are not fp8
+k: keys, [N, num_kv_heads, head_dim].
+v: values, likewise.
+""",
+    COMMON,
+)
+
 CASCADE = Table(
     """
 num_levels: how many levels there are.
