@@ -3,8 +3,8 @@
 Names, order and defaults are those of FlashInfer 0.7.4 (github.com/flashinfer-ai/flashinfer); modules have its names
 too (`decode`, `prefill`, `cascade`, `page`, `mla`, `sparse`). `tables.py` says of each argument whether it is served.
 The lse is in base 2. What is not served is refused by name: some custom masks, rotary embeddings inside attention,
-custom kernels, fp8 queries, fp4 caches. Every check runs before anything is written. Arguments that choose among FlashInfer's kernels
-are ignored.
+custom kernels, fp8 queries, fp4 caches. Every check runs before anything is written. Arguments that choose among
+FlashInfer's kernels are ignored.
 
 Differences from FlashInfer: a row that sees no key has out 0 and lse -inf. Pages may have any size. `plan` needs no
 workspace memory. Under `torch.compile` the wrappers break the graph: use `quire.plan`
