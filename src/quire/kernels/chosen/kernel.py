@@ -266,13 +266,7 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
     page = (at // T.PAGE_SIZE).to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
-    c_rows = (latents.c + page * kv.c_page + slot * T.C_SLOT)[:, None]
-    r_rows, s_rows = None, None
-    if T.ROPE > 0:
-        r_rows = (latents.rope + page * kv.rope_page + slot * T.ROPE_SLOT)[:, None]
-    if T.SCALED or T.POWERS > 0:
-        s_rows = latents.scale + page * kv.scale_page + slot * kv.scale_slot
-    return fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, None, None, None, scoring, T)
+    return fold_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, 0, keep, None, None, None, scoring, T)
 
 
 @triton.jit

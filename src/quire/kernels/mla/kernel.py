@@ -94,26 +94,26 @@ def attend_latents(
         if T.WIDE_OFFSETS:
             slot = slot.to(tl.int64)
         before = 0
-    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
-    r_rows, s_rows = None, None
-    if T.ROPE > 0:
-        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
-    if T.SCALED or T.POWERS > 0:
-        s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
-    return fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, rows.q_pos, kv_pos, slopes, scoring, T)
+    return fold_latents(
+        acc, m_i, l_i, q, q_pe, latents, kv, page, slot, before, keep, rows.q_pos, kv_pos, slopes, scoring, T
+    )
 
 
 @triton.jit
-def fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, q_pos, kv_pos, slopes, scoring, T: tl.constexpr):
+def fold_latents(
+    acc, m_i, l_i, q, q_pe, latents, kv, page, slot, before, keep, q_pos, kv_pos, slopes, scoring, T: tl.constexpr
+):
     """Fold a tile of latents, anywhere in memory, into the state.
 
     Args:
         acc, m_i, l_i: the running state, from `empty_parts`.
         q: from `load_query_parts`, or what `scale_to_float16` makes of it.
         q_pe: [BLOCK_M, BLOCK_R], or None.
-        c_rows: [BLOCK_N, 1], pointers to the first column of each key.
-        r_rows: [BLOCK_N, 1], pointers to the rotary columns; None if there are none.
-        s_rows: [BLOCK_N], pointers to the scales of records, or None.
+        latents: views.LatentTensors.
+        kv: views.LatentLayout.
+        page: [BLOCK_N], or one for all keys, int64.
+        slot: [BLOCK_N], less `before`: slots of the page.
+        before: slots between the page's first and slot 0; a number.
         keep: [BLOCK_N], which keys are read. The others hold NaN perhaps, and 0 * NaN is NaN.
         q_pos: [BLOCK_M], the position of each row; None, like the next two, for chosen keys.
         kv_pos: [BLOCK_N], the position of each key.
@@ -121,10 +121,14 @@ def fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, q_pos, kv
         scoring: Scoring.
         T: LatentTiling.
     """
+    c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
     # The columns of c are multiplied in PARTS parts. Their products do not wait for one another, as the steps of one
     # product do.
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # parts that a loaded tile is decoded into
     WIDTH: tl.constexpr = T.BLOCK_C // T.PARTS
+    s_rows = None
+    if T.SCALED or T.POWERS > 0:
+        s_rows = latents.scale + (page * kv.scale_page + before * kv.scale_slot) + slot * kv.scale_slot
     # After the last part, queries may have the number by which each row was divided to be float16.
     DIVIDED: tl.constexpr = len(q) > T.CODED
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
@@ -165,6 +169,7 @@ def fold_latents(acc, m_i, l_i, q, q_pe, c_rows, r_rows, s_rows, keep, q_pos, kv
     if DIVIDED:
         scores = scores * q[T.CODED][:, None]
     if T.ROPE > 0:
+        r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
         r = load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.ROPE == T.BLOCK_R)
         r = T.DECODE_ROPE(r, q_pe.dtype)
         scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
