@@ -39,10 +39,12 @@ class MLAHopperLaunch:
     Attributes:
         request: the request that was decided about.
         fallback: the launch for caches that TMA cannot address.
+        fp8_mma: whether matrix products are in fp8.
     """
 
     request: Request
     fallback: MLALaunch
+    fp8_mma: bool = False
 
     @property
     def name(self) -> str:
@@ -64,14 +66,6 @@ class MLAHopperLaunch:
         """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
         rows = power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq))
         return rows if rows <= MAX_COLUMN_ROWS else ROWS
-
-    @property
-    def fp8_mma(self) -> bool:
-        """Whether matrix products are in fp8. Over few tiles, rounding queries takes longer than such products save."""
-        spec, bounds = self.request.spec, self.request.bounds
-        allowed = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
-        tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), TILE)
-        return allowed and tiles >= MIN_FP8_TILES * self.num_partitions
 
     @property
     def num_partitions(self) -> int:
@@ -193,6 +187,19 @@ class MLAHopperLaunch:
         )
 
 
+def can_multiply_in_fp8(request: Request) -> bool:
+    """Return whether products in fp8 are allowed, and the kernel has them for so many rows."""
+    spec = request.spec
+    return spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and request.rows_per_seq > MAX_COLUMN_ROWS
+
+
+def multiplies_in_fp8(launch: MLAHopperLaunch) -> bool:
+    """Return whether products should be in fp8. Over few tiles, rounding queries takes longer than they save."""
+    request = launch.request
+    tiles = power_of_two(request.num_seqs) * cdiv(power_of_two(request.bounds.max_seq_len), TILE)
+    return can_multiply_in_fp8(request) and tiles >= MIN_FP8_TILES * launch.num_partitions
+
+
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
     if cache.layout != "NHD" or cache.scale_kind == "record" or page_box(cache) < MIN_TMA_BOX:
@@ -225,5 +232,6 @@ def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] |
     if isinstance(proposal, str):
         return f"{proposal}, which the fallback does not serve"
     launch = MLAHopperLaunch(request, proposal[0])
+    launch = replace(launch, fp8_mma=multiplies_in_fp8(launch))
     reason = f"{launch.num_partitions} partitions × {launch.row_blocks} row blocks fill {request.device.num_sms} SMs"
     return launch, reason
