@@ -61,7 +61,7 @@ HOPPER = {
     (512, 512): "wg2 n32 s2 q1",
 }
 HOPPER_QUANTISED = {(64, 64): (3, 2), (128, 128): (2, 1)}  # stages, and of unconverted tiles
-MOST_ROW_BLOCKS, FEW_KEYS = 8, 64  # of a sequence, unless no configuration has more rows, or keys are few
+MOST_ROW_BLOCKS, FEW_KEYS = 32, 64  # of a sequence, unless no configuration has more rows, or keys are few
 FEW_TILES = 64  # of a row block, which a program may attend to alone while the device is idle
 
 
@@ -123,12 +123,16 @@ def hopper_variants(spec: AttentionSpec, device: DeviceProperties) -> dict[str, 
         if all(width <= limit for width, limit in zip(widths, most, strict=True)):
             names = "num_warpgroups", "block_n", "num_stages", "num_q_stages"
             return {
-                words: {
-                    name: int(word.lstrip("wgnsq")) for name, word in zip(names, words.split(), strict=True)
-                }
+                words: {name: int(word.lstrip("wgnsq")) for name, word in zip(names, words.split(), strict=True)}
                 for words in text.split(", ")
             }
     return {}
+
+
+def kind_of(spec: AttentionSpec) -> str:
+    """Return which numbers a spec's variants have: the widths of heads, padded, and the dtypes."""
+    dtypes = f"{spec.dtype} {spec.kv_dtype}".replace("torch.", "")
+    return f"latents {dtypes}" if spec.latent else f"{max(padded(spec.head_dim), padded(spec.head_dim_v))} {dtypes}"
 
 
 def launches(request: Request) -> dict[str, Launch]:
@@ -234,9 +238,11 @@ def decode_launch(request: Request) -> SplitKVLaunch | None:
     tokens = min(request.bounds.num_tokens, request.num_seqs * max_queries)
     bounds = Bounds(max_queries, request.bounds.max_seq_len, tokens)
     decoding = replace(request, bounds=bounds)
-    config, _ = tree.select(request.spec, request.device, *tree.rounded(
-        request.spec, request.device, max_queries, bounds.max_seq_len, tokens
-    ))
+    config, _ = tree.select(
+        request.spec,
+        request.device,
+        *tree.rounded(request.spec, request.device, max_queries, bounds.max_seq_len, tokens),
+    )
     costs = tree.cost_model(request.spec, request.device)
     launch = choose_partitions(decoding, config, costs, Options(), max_queries)
     return launch if isinstance(launch, SplitKVLaunch) else None

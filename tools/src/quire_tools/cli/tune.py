@@ -16,6 +16,7 @@ from quire.dispatch.device import device_properties
 from quire.dispatch.tree import fitted_trees
 from quire.dispatch.tree_file import GENERIC, USER_TREES, VARIABLE, load_tree, read_tree, user_folder
 from quire_tools.cli.arguments import check_file, require
+from quire_tools.cli.tune_variants import add_fit, add_sweep
 from quire_tools.tuning.configs import LATENT_SECTION, SECTION
 from quire_tools.tuning.fit import explain
 
@@ -62,6 +63,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="print a tree as text, and measure nothing; the tree in use here when no file is given",
     )
     parser.set_defaults(run=run)
+    verbs = parser.add_subparsers(metavar="sweep | fit", title="variants")
+    add_sweep(verbs)
+    add_fit(verbs)
 
 
 def run(args: argparse.Namespace) -> int:

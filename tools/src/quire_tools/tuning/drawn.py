@@ -22,9 +22,16 @@ from quire.launch_codec import decode, encode
 from quire.spec import AttentionSpec
 
 # Query heads, KV heads, columns.
-MODEL_HEADS = (
-    (32, 8, 128), (64, 8, 128), (28, 4, 128), (32, 4, 128), (12, 2, 128), (16, 1, 128), (32, 2, 128), (40, 8, 128),
-    (32, 8, 64), (64, 8, 64), (16, 8, 256), (24, 4, 256), (64, 4, 256), (32, 4, 512),
+MODEL_HEADS = {
+    64: ((32, 8, 64), (64, 8, 64), (16, 16, 64)),
+    128: ((32, 8, 128), (64, 8, 128), (28, 4, 128), (32, 4, 128), (12, 2, 128), (16, 1, 128), (32, 2, 128)),
+    256: ((16, 8, 256), (24, 4, 256), (64, 4, 256), (24, 2, 256)),
+    512: ((32, 4, 512), (16, 2, 512)),
+}
+# Kinds of the layers of a cohort, one after the other: widest columns (0 for latents), and whether caches are e4m3.
+KINDS = (
+    (128, False), (0, False), (64, False), (128, True), (256, False), (128, False), (0, True), (64, True), (128, False),
+    (512, False), (256, True), (0, False),
 )  # fmt: skip
 LATENT_HEADS = (8, 16, 32, 64, 128)
 PAGES = (16, 16, 16, 32, 64, 64, 128, 256, 1, 48)
@@ -32,7 +39,8 @@ LATENT_PAGES = (64, 64, 64, 32, 128, 16)
 MAX_BYTES, MAX_FLOPS = 256 << 20, 10**12
 USES = "decode", "decode ragged", "decode skewed", "drafts", "prompts", "chunks", "mixed", "few keys"
 LATENT_USES = "decode", "decode ragged", "decode skewed", "drafts", "drafts ragged", "decode"
-SHARES = (0.2, 0.28, 0.1, 0.15, 0.1, 0.1)  # latents, e4m3, windows, softcap, sinks, values of another width
+TURNS = 6  # batches of a layer
+SHARES = 0.15, 0.1, 0.1, 0.15  # windows, softcap, sinks, values of another width
 
 
 @dataclass(frozen=True)
@@ -82,22 +90,23 @@ def case_of(line: dict[str, Any]) -> DrawnCase:
     return DrawnCase(line["case"], decode(json.dumps(line["spec"])), line["page_size"], lens)
 
 
-def draw_layer(rng: random.Random) -> tuple[AttentionSpec, int]:
-    """Draw the spec of a layer and the tokens of a page."""
-    is_latent, is_e4m3, has_window, has_softcap, has_sinks, has_other = (rng.random() < share for share in SHARES)
+def draw_layer(rng: random.Random, widest: int, is_e4m3: bool) -> tuple[AttentionSpec, int]:
+    """Draw the spec of a layer of a kind, and the tokens of a page."""
+    has_window, has_softcap, has_sinks, has_other = (rng.random() < share for share in SHARES)
     kv_dtype = torch.float8_e4m3fn if is_e4m3 else torch.bfloat16
-    if is_latent:
-        heads, allow_fp8 = rng.choice(LATENT_HEADS), rng.random() < 0.5
-        fields: dict[str, Any] = {"kv_dtype": kv_dtype, "allow_fp8": is_e4m3 and allow_fp8}
-        spec = AttentionSpec.mla(num_q_heads=heads, softmax_scale=192**-0.5, **fields)
+    if not widest:
+        allow_fp8 = is_e4m3 and rng.random() < 0.5
+        fields: dict[str, Any] = {"kv_dtype": kv_dtype, "allow_fp8": allow_fp8}
+        spec = AttentionSpec.mla(num_q_heads=rng.choice(LATENT_HEADS), softmax_scale=192**-0.5, **fields)
         return spec, rng.choice(LATENT_PAGES)
-    heads, kv_heads, width = rng.choice(MODEL_HEADS)
+    heads, kv_heads, width = rng.choice(MODEL_HEADS[widest])
     values = width
-    if rng.random() < 0.45:
+    if rng.random() < 0.4:
         group = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12, 16))
         kv_heads = rng.choice([n for n in (1, 2, 4, 8, 16) if n * group <= 128])
-        heads, width = kv_heads * group, rng.choice((*HEAD_DIMS, 64, 128, 128, WIDEST))
-        values = rng.choice(HEAD_DIMS) if has_other else width
+        widths = [n for n in (*HEAD_DIMS, WIDEST) if widest // 2 < n <= widest]
+        heads, width = kv_heads * group, rng.choice(widths)
+        values = rng.choice([n for n in HEAD_DIMS if n <= widest]) if has_other else width
     spec = AttentionSpec(
         num_q_heads=heads,
         num_kv_heads=kv_heads,
@@ -131,7 +140,9 @@ def draw_lens(rng: random.Random, use: str) -> list[tuple[int, int]]:
     if use == "drafts":
         return [(queries, queries + keys)] * min(count, 128)
     if use == "drafts ragged":
-        return [(rng.randint(1, queries), s + queries) for s in log_normal(rng, min(count, 128), min(keys, 8000), sigma)]
+        return [
+            (rng.randint(1, queries), s + queries) for s in log_normal(rng, min(count, 128), min(keys, 8000), sigma)
+        ]
     if use == "prompts":
         count, tokens = log_uniform(rng, 1, 32), log_uniform(rng, 16, 6000)
         if rng.random() < 0.5:
@@ -164,7 +175,7 @@ def shrunk(case: DrawnCase) -> DrawnCase:
     return case
 
 
-def draw(seed: int, cohort: int = 10) -> Iterator[DrawnCase]:
+def draw(seed: int, cohort: int = len(KINDS)) -> Iterator[DrawnCase]:
     """Draw cases without end: of each few layers, one batch of each in turn, so that none waits for its kernels.
 
     Args:
@@ -173,13 +184,14 @@ def draw(seed: int, cohort: int = 10) -> Iterator[DrawnCase]:
     """
     first = 0
     while True:
-        layers = [draw_layer(random.Random(f"{seed}/{i}")) for i in range(first, first + cohort)]
-        for turn in range(len(USES)):
+        numbers = range(first, first + cohort)
+        layers = [draw_layer(random.Random(f"{seed}/{i}"), *KINDS[i % len(KINDS)]) for i in numbers]
+        for turn in range(TURNS):
             for i, (spec, page_size) in enumerate(layers):
                 rng = random.Random(f"{seed}/{first + i}/{turn}")
                 uses = LATENT_USES if spec.latent else USES
                 if turn < len(uses):
-                    use = uses[(turn + 3 * i) % len(uses)]  # layers of a turn do different things
+                    use = uses[(turn + 3 * (first + i)) % len(uses)]  # layers of a turn do different things
                     name = f"{seed}/{first + i}/{turn} {use}"
                     yield shrunk(DrawnCase(name, spec, page_size, tuple(draw_lens(rng, use))))
         first += cohort

@@ -1,9 +1,11 @@
 """Time every variant on cases drawn at random, and keep each case's times as a line of JSON.
 
 Other cores compile the variants of the next cases meanwhile. A case is timed as soon as all of its kernels are
-compiled. Lines are only appended, so what was measured before a sweep is cut off is kept.
+compiled. Lines are only appended, so what was measured before a sweep is cut off is kept, and the same command goes on
+after it. A case that was begun is not begun again: it may be the one that has lost the device.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -16,10 +18,9 @@ from typing import Any
 
 import torch
 
-from quire.kernels.variants import launches
 from quire.targets import Target, _prepare_process
 from quire_tools.tuning.drawn import DrawnCase, draw, in_words
-from quire_tools.tuning.timing import Session, compile_variant
+from quire_tools.tuning.timing import Session, candidates, compile_variant
 
 AHEAD = 30  # cases whose kernels are asked for before they are timed
 Measure = Callable[[DrawnCase, list[str]], dict[str, dict[str, Any]]]
@@ -34,6 +35,8 @@ def measure_here(case: DrawnCase, names: list[str], millis: float, device: torch
     found = session.times()
     session.ready.clear()
     session.synchronise()
+    del session
+    gc.collect()
     return found
 
 
@@ -55,7 +58,7 @@ class Compilations:
     def ask(self, case: DrawnCase) -> dict[str, Future[Any]]:
         """Return a future for each variant of a case."""
         asked: dict[str, Future[Any]] = {}
-        for name, launch in launches(case.request(self.target.properties)).items():
+        for name, launch in candidates(case, self.target.properties).items():
             key = case.spec, case.page_size, launch.compile_keys()
             if key not in self.found:
                 if self.pool is None:
@@ -88,7 +91,7 @@ def sweep_variants(
     """Time all variants of drawn cases, and write a line for each case.
 
     Args:
-        path: of the records.
+        path: of the records; cases that were begun in them are left out.
         header: the first line: what the numbers belong to.
         seed: of the cases.
         count: how many cases, at most.
@@ -100,8 +103,8 @@ def sweep_variants(
     Returns:
         How many cases were timed.
     """
-    begun, done = time.perf_counter(), 0
-    cases = islice(draw(seed), count)
+    begun, done, earlier = time.perf_counter(), 0, names_begun(path)
+    cases = (case for case in islice(draw(seed), count) if case.name not in earlier)
     pending: list[tuple[DrawnCase, dict[str, Future[Any]]]] = []
 
     def spent() -> float:
@@ -123,10 +126,15 @@ def sweep_variants(
             results = {name: future.result() for name, future in asked.items()}
             failed = {name: {"wrong": found} for name, (_, found) in results.items() if isinstance(found, str)}
             at = spent()
+            file.write(json.dumps({"begun": case.name}) + "\n")
+            file.flush()
             try:
                 times = measure(case, [name for name in asked if name not in failed])
             except torch.cuda.OutOfMemoryError as error:
                 times = {"": {"wrong": str(error)[:100]}}
+            except Exception:
+                say(f"{in_words(case)}: after this, the device is lost")
+                raise
             line = case.as_json() | {"times": times | failed, "compiled": compiled_of(results)}
             line["seconds"] = [round(at, 2), round(spent() - at, 2)]
             file.write(json.dumps(line) + "\n")
@@ -134,6 +142,12 @@ def sweep_variants(
             done += 1
             say(f"{spent():6.1f} s  {spent() - at:5.2f} s  {len(times)} variants  {in_words(case)}")
     return done
+
+
+def names_begun(path: Path) -> set[str]:
+    """Return the names of the cases that were begun in a file of records, if there is one."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {json.loads(line)["begun"] for line in lines if line.startswith('{"begun"') and line.endswith("}")}
 
 
 def compiled_of(results: dict[str, tuple[float, Any]]) -> dict[str, list[Any]]:

@@ -9,25 +9,45 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import quire
-from quire.dispatch.device import device_properties
+from quire.dispatch.device import DeviceProperties, device_properties
+from quire.dispatch.request import Options
 from quire.kernels.launch import Launch
+from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.kernels.variants import launches
-from quire.plan import make_plan
+from quire.plan import decide, make_plan
 from quire_tools.bench.measure import describe_error
 from quire_tools.tuning.drawn import DrawnCase
 
+HALF, NOW = " half", "now"
 LAYERS = 32
 ROTATED_BYTES = 256 << 20  # of all caches together: several times what the L2 cache holds
 MAX_CACHES = 96
 MAX_GRAPH_MICROS = 8000.0
 SAMPLES, ROUNDS = 3, 2
 HOPELESS = 4.0  # times the best one's time: of these, the first rough time is kept
+
+
+def candidates(case: DrawnCase, device: DeviceProperties) -> dict[str, Launch]:
+    """Return what is timed for a case: its variants, one of them with half the partitions, and today's choice, "now".
+
+    The partitions tell what an item costs apart from a tile.
+    """
+    request = case.request(device)
+    found = launches(request)
+    cut = [name for name, launch in found.items() if isinstance(launch, SplitKVLaunch) and launch.num_partitions > 3]
+    if cut:
+        name = cut[len(case.name) % len(cut)]
+        launch = found[name]
+        assert isinstance(launch, SplitKVLaunch)
+        found[f"{name}{HALF}"] = replace(launch, num_partitions=launch.num_partitions // 2)
+    found[NOW], _ = decide(request, Options())
+    return found
 
 
 def empty_batch(case: DrawnCase, device: torch.device) -> quire.Batch:
@@ -49,7 +69,7 @@ def compile_variant(case: DrawnCase, name: str, target: Any) -> tuple[float, lis
     try:
         with compiling(target) as compiled:
             batch = empty_batch(case, torch.device("cpu"))
-            launch = launches(case.request(target.properties))[name]
+            launch = candidates(case, target.properties)[name]
             plan = make_plan(spec, batch, launch, "swept", bounds=case.bounds)
             q = torch.empty(case.bounds.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
             sinks = torch.zeros(spec.num_q_heads, dtype=spec.dtype) if spec.sinks else None
@@ -121,7 +141,7 @@ class Session:
         self.ready: dict[str, Ready] = {}
         self.wrong: dict[str, str] = {}
         self.rough: dict[str, float] = {}
-        self.launches: dict[str, Launch] = launches(case.request(device_properties(device)))
+        self.launches: dict[str, Launch] = candidates(case, device_properties(device))
 
     def synchronise(self) -> None:
         """Wait for the device."""
@@ -242,4 +262,5 @@ def side_stream() -> torch.cuda.Stream:
     if not _streams:
         _streams.append(torch.cuda.Stream())
         gc.disable()  # a collection in a capture would free what is being captured
+        gc.freeze()
     return _streams[0]
