@@ -1,8 +1,8 @@
 """Predict how long a launch takes: the floors of bytes and of products, or its programs' rounds, and the combine.
 
 A program attends to items one after the other: row blocks, or parts of their keys. An item takes some time to begin,
-and some for each tile of keys. There are as many programs at once as the device holds. If that took less time than memory
-takes to deliver the bytes, or tensor cores to multiply, these decide. Partials are combined afterwards.
+and some for each tile of keys. There are as many programs at once as the device holds. Where memory takes longer to
+deliver the bytes, or tensor cores to multiply, these decide. Partials are combined afterwards.
 
 The numbers of a variant are fitted by `quire tune fit` to what `quire tune sweep` measured.
 """

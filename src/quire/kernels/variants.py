@@ -1,7 +1,7 @@
 """Variants: the few launches among which a request's is chosen, by name.
 
 A variant is a configuration of a kernel family, and how it is used: whole row blocks, keys that are cut, or a decode
-launch beside it. There are three to eight configurations for each kind of spec. `dispatch/predict.py` says what each
+launch that runs with it. There are three to eight configurations for each kind of spec. `dispatch/predict.py` says what each
 would take; no other rule decides.
 """
 
@@ -114,7 +114,7 @@ def hopper_variants(spec: AttentionSpec, device: DeviceProperties) -> dict[str, 
         if widths not in HOPPER_QUANTISED:
             return {}
         stages, unconverted = HOPPER_QUANTISED[widths]
-        common = {"num_warpgroups": 2, "block_n": 128, "num_q_stages": 2}
+        common: dict[str, Any] = {"num_warpgroups": 2, "block_n": 128, "num_q_stages": 2}
         found = [{**common, "num_stages": stages, "num_quantised_stages": unconverted}]
         if spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and widths == (128, 128):
             found.append({**common, "num_stages": 3, "num_quantised_stages": 2, "fp8_mma": True})
@@ -183,7 +183,7 @@ def cut_launch(request: Request, config: KernelConfig) -> SplitKVLaunch | None:
 
 
 def hopper_launches(request: Request) -> dict[str, Launch]:
-    """Return the launches of the Hopper kernel: "whole", "cut", and "decode", which has a decode launch beside it.
+    """Return the launches of the Hopper kernel: "whole", "cut", and "decode", which has a decode launch that runs with it.
 
     Of two warpgroups, "apart" says that each has tokens of its own.
     """

@@ -7,7 +7,6 @@ from quire.dispatch.request import Request, cdiv
 from quire.kernels.block.launch import BlockLaunch
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch
-from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.spec import AttentionSpec

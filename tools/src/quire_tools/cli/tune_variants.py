@@ -13,7 +13,7 @@ from quire.cli.arguments import CommandError, add_card, run_code_of
 from quire.dispatch.device import device_properties
 from quire_tools.cli.arguments import check_file
 
-MAX_SECONDS = 30  # of a case, after which a kernel is taken never to end
+MAX_SECONDS = 25  # of a variant, after which a kernel is taken never to end
 
 
 def add_sweep(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -66,8 +66,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     compilations = Compilations(current_target(), processes)
 
     def measure(case: Any, names: list[str]) -> dict[str, dict[str, Any]]:
-        signal.alarm(MAX_SECONDS)  # which ends this process, also where it waits for a kernel that never ends
-        found = measure_here(case, names, args.millis, device)
+        # The alarm ends this process, also where it waits for a kernel that never ends.
+        found = measure_here(case, names, args.millis, device, lambda: signal.alarm(MAX_SECONDS))
         signal.alarm(0)
         return found
 

@@ -170,7 +170,7 @@ def shrunk(case: DrawnCase) -> DrawnCase:
         if len(case.lens) > 1:
             case = replace(case, lens=case.lens[: len(case.lens) // 2])
         else:
-            q, s = case.lens[0]
+            q, s = max(case.lens)  # the only one
             case = replace(case, lens=((max(1, q // 2), max(q, s // 2)),))
     return case
 

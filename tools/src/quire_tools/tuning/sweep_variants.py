@@ -26,11 +26,16 @@ AHEAD = 30  # cases whose kernels are asked for before they are timed
 Measure = Callable[[DrawnCase, list[str]], dict[str, dict[str, Any]]]
 
 
-def measure_here(case: DrawnCase, names: list[str], millis: float, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the times of some variants of a case, on a device of this process."""
+def measure_here(
+    case: DrawnCase, names: list[str], millis: float, device: torch.device, before: Callable[[], object] = int
+) -> dict[str, dict[str, Any]]:
+    """Return the times of some variants of a case, on a device of this process; `before` is called before each step."""
+    before()
     session = Session(case, device)
     for name in names:
+        before()
         session.prepare(name)
+    before()
     session.time_all(millis)
     found = session.times()
     session.ready.clear()

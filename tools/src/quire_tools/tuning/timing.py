@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class Session:
             for ready in self.ready.values():
                 replays = max(1, int(1000 * millis / (ROUNDS * SAMPLES) / (ready.calls * ready.rough)))
                 for _ in range(SAMPLES if self.is_gpu else 1):
-                    taken = self.elapsed(lambda: [ready.replay() for _ in range(replays)])
+                    taken = self.elapsed(partial(repeat, ready.replay, replays))
                     ready.micros.append(taken / (replays * ready.calls))
                 ready.rough = statistics.median(ready.micros)
 
@@ -237,6 +238,12 @@ class Session:
             if name in found and hasattr(launch, "num_partitions"):
                 found[name]["partitions"] = launch.num_partitions  # pyright: ignore[reportAttributeAccessIssue]
         return found
+
+
+def repeat(run: Callable[[], object], count: int) -> None:
+    """Run something so many times."""
+    for _ in range(count):
+        run()
 
 
 @contextmanager
