@@ -1,8 +1,8 @@
 """Variants: the few launches among which a request's is chosen, by name.
 
 A variant is a configuration of a kernel family, and how it is used: whole row blocks, keys that are cut, or a decode
-launch that runs with it. There are three to eight configurations for each kind of spec. `dispatch/predict.py` says what each
-would take; no other rule decides.
+launch for short sequences. There are three to eight configurations for each kind of spec. `dispatch/predict.py` says
+what each would take.
 """
 
 from dataclasses import replace
@@ -183,7 +183,7 @@ def cut_launch(request: Request, config: KernelConfig) -> SplitKVLaunch | None:
 
 
 def hopper_launches(request: Request) -> dict[str, Launch]:
-    """Return the launches of the Hopper kernel: "whole", "cut", and "decode", which has a decode launch that runs with it.
+    """Return the launches of the Hopper kernel: "whole", "cut", and "decode", with a decode launch.
 
     Of two warpgroups, "apart" says that each has tokens of its own.
     """
