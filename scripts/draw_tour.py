@@ -2,7 +2,7 @@
 
     python scripts/draw_tour.py
 
-Nothing needs a GPU. The partitions are those that the split-KV kernel's own schedule computes, in Triton's interpreter.
+Nothing needs a GPU. The partitions are those that the portable kernel's own schedule computes, in Triton's interpreter.
 """
 
 import json
@@ -25,9 +25,9 @@ from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
+from quire.kernels.portable.choice import choose
+from quire.kernels.portable.schedule import PART_FIELDS
 from quire.kernels.scheduler import Scheduler
-from quire.kernels.split_kv.choice import choose
-from quire.kernels.split_kv.schedule import PART_FIELDS
 from quire.targets import TARGETS
 
 RESULTS = ROOT / "docs/results/h200.json"

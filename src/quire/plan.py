@@ -31,9 +31,9 @@ from quire.kernels.hopper import choice as hopper
 from quire.kernels.launch import Launch, Runner, alike, kernels_of
 from quire.kernels.mla import launch as mla
 from quire.kernels.mla_hopper import launch as mla_hopper
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable import choice as portable
+from quire.kernels.portable.runner import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
-from quire.kernels.split_kv import choice as portable
 from quire.launch_codec import decode, decode_options, encode, encode_options
 from quire.spec import AttentionSpec
 
@@ -73,7 +73,7 @@ class Plan:
         spec: what is computed.
         batch: the sequences, read on the device at launch.
         bounds: the upper bounds that the plan was made for: `max_query_len`, `max_seq_len`, `num_tokens`.
-        launch: which kernel, and how: a launch class of `quire.kernels`, such as `SplitKVLaunch`.
+        launch: which kernel, and how: a launch class of `quire.kernels`, such as `PortableLaunch`.
         reason: why this launch was chosen, in words.
         memory: the workspace, or memory that no launch reads: for `torch.compile`, whose code is the same for both.
         runner: runs the launch; `quire.attention` calls it.
@@ -144,9 +144,10 @@ class Plan:
             >>> quire.plan(spec, batch, max_query_len=1, max_seq_len=8).update()
         """
         if not is_served_by_torch(self.batch.device):
-            from quire.kernels.scheduler import forget_schedules  # which imports Triton
+            from quire.kernels.scheduler import schedulers_for  # which imports Triton
 
-            forget_schedules(self.batch)
+            for scheduler in schedulers_for(self.batch):  # each is found before the next launch that reads it
+                scheduler.forget()
 
     def appender(self, cache: PagedKVCache) -> PortableRunner | None:
         """Return what writes a step's keys and values in the launch that attends, or None where no launch does both."""
@@ -205,7 +206,7 @@ def plan(
 
     Lengths may change within the bounds. A plan notices what PyTorch writes to them, and a captured graph reads them in
     each replay. After a kernel of another library wrote to them, make a new plan or call `plan.update()`: else results
-    may be NaN where keys were split, but never those of other lengths.
+    may be NaN, but never those of other lengths. The same holds for intervals, but without one, results may be wrong.
 
     Args:
         spec: what is computed.
@@ -224,7 +225,7 @@ def plan(
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
-        kernel: "portable" for the block and split-KV kernels, "hopper" for the kernel for prompts on a Hopper GPU; for
+        kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
             is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
             scales, the fallback that the plan names does; `launch_for` says which one it is.

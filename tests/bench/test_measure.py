@@ -221,6 +221,18 @@ def test_right_results_are_timed_and_the_others_have_a_reason():
     assert len(captured) == len(set(captured)) == 2
 
 
+@pytest.mark.pytorch
+@pytest.mark.parametrize(("micros", "captured"), [(10.0, [2, 32]), (1500.0, [2, 6]), (3000.0, [2])])
+@pytest.mark.usefixtures("without_graphs")
+def test_a_graph_has_a_call_for_each_layer_of_a_model_unless_a_replay_takes_too_long(micros, captured, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(measure, "capture", lambda calls: lengths.append(len(calls)) or list(calls))
+    monkeypatch.setattr(measure, "replay", lambda graph: micros * len(graph))
+    peers = [peer for peer in PEERS if peer.name == "Quire"]
+    found = measure.compare(Case("small", "decode", ((1, 300),), dtype="float32"), peers, seconds=0.01)
+    assert lengths == captured and found["Quire"].micros == micros
+
+
 def test_errors_are_described_in_one_line():
     assert measure.describe_error(measure.NotServed("no sinks")) == "no sinks"
     assert measure.describe_error(ValueError("\n  first\nsecond")) == "ValueError: first"

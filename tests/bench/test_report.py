@@ -115,7 +115,7 @@ def test_the_page_shows_what_was_compiled(make_report):
     made = make_report()
     kernels = [
         Compiled("hopper_kernel", 168, 0, 0, 200_000, 1, 12, "m128, n128"),
-        Compiled("split_kv_kernel", 77, 4, 0, 1024, 3, 4, "m16, n64"),
+        Compiled("portable_kernel", 77, 4, 0, 1024, 3, 4, "m16, n64"),
     ]
     first, second = (replace(row, results={}) for row in made.rows[:2])
     made.rows = [replace(first, compiled=kernels), replace(second, compiled=[], why="OutOfResources: shared memory")]
@@ -124,11 +124,11 @@ def test_the_page_shows_what_was_compiled(make_report):
     texts = [[cell.text for cell in line] for line in table.lines]
     assert texts[0][0] == first.case
     assert texts[0][6:] == ["hopper_kernel", "168", "0", "200000", "1", "m128, n128"]
-    assert texts[1] == [""] * 6 + ["split_kv_kernel", "77", "4", "1024", "3", "m16, n64"]
+    assert texts[1] == [""] * 6 + ["portable_kernel", "77", "4", "1024", "3", "m16, n64"]
     assert texts[2][0] == second.case
     assert texts[2][6:] == ["OutOfResources: shared memory", "", "", "", "", ""]
-    assert "split_kv_kernel" in page(made, {})
-    assert "split_kv_kernel" in report.markdown(made)
+    assert "portable_kernel" in page(made, {})
+    assert "portable_kernel" in report.markdown(made)
     assert list(plots(made)) == ["roofline"]
 
 

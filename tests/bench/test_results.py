@@ -35,7 +35,7 @@ def test_rows_are_typed():
 
 def test_everything_that_a_report_holds_comes_back(make_report, tmp_path):
     report = make_report()
-    kernel = Compiled("block_kernel", 128, 0, 0, 1024, 2, 4, "m64, n64")
+    kernel = Compiled("portable_kernel", 128, 0, 0, 1024, 2, 4, "m64, n64")
     report.rows[0] = replace(report.rows[0], compiled=[kernel], plan="Plan(...)")
     report.rows[1] = replace(report.rows[1], compiled=[], why="it does not compile")
     results.save(report, tmp_path)

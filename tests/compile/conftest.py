@@ -5,6 +5,7 @@ from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
 
 from quire import targets
+from tests.compile import launches
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -50,7 +51,7 @@ def assembled(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     collected, inspect = [], targets.inspect
 
     def collect(name, kernel, *others):
-        if not name.endswith("schedule_kernel"):
+        if name not in launches.SCHEDULES:
             collected.append(kernel.asm)
         return inspect(name, kernel, *others)
 

@@ -80,6 +80,8 @@ TOGETHER = {
 }  # fmt: skip
 COMPILED = [name for name in (*FEATURES, *COMBINED) if name not in TOGETHER]
 
+# Kernels that find a schedule, before the first layer of a step.
+SCHEDULES = ("schedule_kernel", "mla_schedule_kernel", "hopper_schedule_kernel")
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
 OLDEST = "3.6.0"  # the oldest Triton that is served; a feature is compiled for one tuned target there
 OF_ENGINES = "3.8.0"  # the Triton of the newest engines that are served

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,17 +27,16 @@ from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import compile_for
 from quire.dispatch.tree import forget_trees
 from quire.kernels import primitives
-from quire.kernels.block import kernel as block
 from quire.kernels.hopper import consumer as hopper_consumer
 from quire.kernels.hopper import convert as hopper_convert
 from quire.kernels.hopper import kernel as hopper_kernel
 from quire.kernels.hopper import runner as hopper_runner
-from quire.kernels.hopper import tile_scheduler as hopper_scheduler
+from quire.kernels.hopper import schedule as hopper_schedule
 from quire.kernels.hopper.partials import partials_at_once
 from quire.kernels.hopper.softcap import capped_exponents
-from quire.kernels.hopper.work_tile import power_of_two
-from quire.kernels.split_kv import kernel as split_kv
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.panels import power_of_two
+from quire.kernels.portable import kernel as portable
+from quire.kernels.portable.launch import PortableLaunch
 from quire.targets import TARGETS, Compiled, Launch, compiling
 from quire_tools.tuning.space import hinted
 from tests.compile import launches, loops
@@ -60,18 +60,18 @@ MORE_ON_THE_STACK = {"3.7.1": 56, "3.8.0": 56}.get(triton.__version__, 0)
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
-ON_THE_STACK_OF_E4M3_OUTPUTS = 120  # of head_dim 256, outside of the loops of the consumers
+ON_THE_STACK_OF_E4M3_OUTPUTS = 136  # of head_dim 256 with Triton 3.9.0, outside of the loops of the consumers
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_LATENTS = 32  # portable, for sm90: 3.7.1 and 3.9.0, outside of the loop over tiles; else 0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
-ON_THE_STACK_OF_FEW_FP8_ROWS = 16  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
+ON_THE_STACK_OF_FEW_FP8_ROWS = 24  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
 ON_THE_STACK_OF_TURNS = 336  # fp8 latents of 32 rows: 336 with Triton 3.9.0, 192 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
 # Of the loop for capped scores, by head_dim, with Triton 3.6.0 and with 3.9.0. GPUs were measured with 3.6.0.
-ON_THE_STACK_OF_CAPPED = {64: (0, 0), 128: (8, 32), 256: (16, 80)}
+ON_THE_STACK_OF_CAPPED = {64: (0, 0), 128: (24, 40), 256: (16, 80)}  # of 128 before and after the loops
 # Most instructions of a loop that read or write the stack.
 IN_CAPPED_LOOPS = {64: (0, 0), 128: (0, 1), 256: (0, 1)}
 
@@ -109,9 +109,14 @@ def of_tritons_in_use(test: Callable) -> Callable:
 
 
 def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
-    """Return the kernels but those that find a schedule, which have one warp, no tiles and nothing on the stack."""
-    schedules = [kernel for kernel in compiled if kernel.kernel.endswith("schedule_kernel")]
-    assert all((kernel.num_warps, kernel.spills, kernel.shared) == (1, 0, 0) for kernel in schedules), schedules
+    """Return the kernels but those that find a schedule, which have one warp, no tiles and nothing on the stack.
+
+    Those that find row blocks of prompts have four warps, which share sums.
+    """
+    schedules = [kernel for kernel in compiled if kernel.kernel in launches.SCHEDULES]
+    for kernel in schedules:
+        warps, shared = (4, 2048) if kernel.kernel == "hopper_schedule_kernel" else (1, 0)  # 512 with Triton 3.9.0
+        assert kernel.num_warps == warps and kernel.shared <= shared and not kernel.spills, kernel
     return [kernel for kernel in compiled if kernel not in schedules]
 
 
@@ -140,7 +145,7 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "hopper", plan
-    for kernel in compiled:
+    for kernel in without_schedules(compiled):
         assert kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
         assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
@@ -156,7 +161,8 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
     launch = Launch(spec, 8, queries, 4096, 8 * queries, options=(("kernel", "hopper"),), return_lse=True)
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.launch.heads == heads and heads * plan.launch.config.block_t < 128
-    assert compiled[0].spills <= ON_THE_STACK["hopper_kernel"], compiled[0]
+    kernel = without_schedules(compiled)[0]
+    assert kernel.spills <= ON_THE_STACK["hopper_kernel"], kernel
 
 
 @pytest.mark.hopper
@@ -183,10 +189,10 @@ def test_the_hopper_kernel_that_gathers_rows_compiles_and_fits(extra, page_size,
     spec = quire.AttentionSpec(num_q_heads=8, num_kv_heads=2, **extra)
     launch = Launch(spec, 1, max_seq_len, max_seq_len, max_seq_len, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
-    assert [kernel.kernel for kernel in compiled] == ["hopper_kernel"]
+    assert [kernel.kernel for kernel in compiled] == ["hopper_schedule_kernel", "hopper_kernel"]
     box, box_of_a_tile = plan.launch.boxes(quire.PagedKVCache.empty(spec, 1, page_size))
     assert box == 0 and (box_of_a_tile > 0) == (page_size == 131)
-    for kernel in compiled:
+    for kernel in without_schedules(compiled):
         assert kernel.spills <= ON_THE_STACK_OF_GATHERERS, kernel
         assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
         assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
@@ -216,11 +222,12 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
     with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
-    assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
-    print(compiled[0])
-    assert compiled[0].spills <= ON_THE_STACK_OF_INTERVALS, compiled[0]
-    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
-    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    kernel = without_schedules(compiled)[0]
+    assert plan.kernel == kernel.kernel.removesuffix("_kernel") == "hopper"
+    print(kernel)
+    assert kernel.spills <= ON_THE_STACK_OF_INTERVALS, kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+    assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
     attends = loops.attending(assembled[0])
     assert len(attends) == plan.launch.config.num_warpgroups
     for loop in attends:
@@ -239,7 +246,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
         extended({}, 16, 32768, 1000, 24),
         extended({"head_dim": 64, "alibi": True}, 16, 4096, 1600, 40),
         extended({"head_dim": 64}, 16, 4096, 1600, 32),
-        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 64),
+        extended({"num_q_heads": 7, "num_kv_heads": 1, "head_dim": 248, "sinks": True}, 64, 32768, 1600, 80),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1600, 16),
         extended({"head_dim": 128, "head_dim_v": 192}, 16, 32768, 1000, 24),
         ({"kv_dtype": torch.float8_e4m3fn}, 16, 32768, 1600, 72),
@@ -260,14 +267,15 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
     """
     spec = quire.AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | extra)
     # The launch for decoding sequences is another kernel, which other tests compile.
-    monkeypatch.setattr(SplitKVLaunch, "bind", lambda *plan: lambda *tensors: None)
+    monkeypatch.setattr(PortableLaunch, "bind", mock.Mock())
     launch = Launch(spec, 8, 512, max_seq_len, num_tokens, page_size, options=(("kernel", "hopper"),))
     plan, compiled = launch.compile(TARGETS["sm90"])
-    assert plan.launch.cut_slots > 0 and compiled[0].kernel == "hopper_kernel"
-    print(compiled[0])
-    assert compiled[0].spills <= on_the_stack + MORE_ON_THE_STACK, compiled[0]
-    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
-    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    kernel = without_schedules(compiled)[0]
+    assert plan.launch.cut_slots > 0 and kernel.kernel == "hopper_kernel"
+    print(kernel)
+    assert kernel.spills <= on_the_stack + MORE_ON_THE_STACK, kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+    assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
     warpgroups = plan.launch.config.num_warpgroups
     assert assembled[0]["ptx"].count("atom.global.gpu.acq_rel.add") == warpgroups
     columns = power_of_two(spec.head_dim_v)
@@ -297,11 +305,12 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assemble
         plan = launches.plan_of("prefill", launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     assert plan.kernel == "hopper" and plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
-    print(compiled[0])
+    kernel = without_schedules(compiled)[0]
+    print(kernel)
     is_newer = triton.__version__ != launches.OLDEST
-    assert compiled[0].spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer] + MORE_ON_THE_STACK, compiled[0]
-    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
-    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    assert kernel.spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer] + MORE_ON_THE_STACK, kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+    assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
     attends = loops.attending(assembled[0])
     assert len(attends) == plan.launch.config.num_warpgroups
     for loop in attends:
@@ -310,9 +319,9 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assemble
         assert loops.count_kinds(loop)["local memory"] <= IN_CAPPED_LOOPS[head_dim][is_newer]
 
 
-@gluon.jit
-def finds_no_keys(kv, token, q_start, q_len, seq_len, BLOCK_T: gl.constexpr):
-    gl.static_assert(False, "intervals")
+@triton.jit
+def finds_no_keys(lengths, token, q_start, q_len, seq_len, block_t, TOKENS: tl.constexpr):
+    tl.static_assert(False, "intervals")
 
 
 @gluon.jit
@@ -327,29 +336,39 @@ def reads_no_range(published, stage):
 
 @pytest.mark.hopper
 def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch, first_stages):
-    """The first stage, which reads its source, does not meet their functions, where it converts tiles either."""
-    replaced = (
-        (hopper_scheduler, "keys_of_intervals", finds_no_keys),
-        (hopper_consumer, "sight_of_rows", sees_no_keys),
-        (hopper_convert, "read_range", reads_no_range),
-    )
-    for module, name, function in replaced:
-        monkeypatch.setattr(module, name, function)
-    kernel = hopper_kernel.hopper_kernel
+    """The first stage, which reads its source, does not meet their functions, where it converts tiles either.
+
+    Nor does the schedule of such a batch.
+    """
+    kernel, finder = hopper_kernel.hopper_kernel, hopper_schedule.hopper_schedule_kernel
+    keys_of_intervals = hopper_schedule.keys_of_intervals
     again = gluon.jit(
         kernel.fn,
         do_not_specialize=kernel.do_not_specialize,
         do_not_specialize_on_alignment=kernel.do_not_specialize_on_alignment,
     )
-    monkeypatch.setattr(hopper_runner, "hopper_kernel", again)
+    finder_again = triton.jit(finder.fn, do_not_specialize=finder.do_not_specialize)
+    replaced = (
+        (hopper_consumer, "sight_of_rows", sees_no_keys),
+        (hopper_convert, "read_range", reads_no_range),
+        (hopper_runner, "hopper_kernel", again),
+        (hopper_schedule, "keys_of_intervals", finds_no_keys),
+        (hopper_schedule, "hopper_schedule_kernel", finder_again),
+    )
+    for module, name, function in replaced:
+        monkeypatch.setattr(module, name, function)
     with compiling(TARGETS["sm90"]):
         launches.attend("prompt", 128, "plain")
         launches.attend("prefill", 128, "fp8 products")
-        assert [name for name, _, _ in first_stages] == ["hopper_kernel"] * 2
+        assert [name for name, _, _ in first_stages] == ["hopper_schedule_kernel", "hopper_kernel"] * 2
         for batch, features in (("prompt", launches.FEATURES["plain"]), ("prefill", launches.FEATURES["fp8 products"])):
             wanted = replace(features, per_token=INTERVALS)
             plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
-            with pytest.raises(triton.CompilationError):
+            with pytest.raises(triton.CompilationError, match=r"keys_of_intervals\("):
+                quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
+            with monkeypatch.context() as patch, pytest.raises(triton.CompilationError, match=r"warp_specialize\("):
+                patch.setattr(hopper_schedule, "keys_of_intervals", keys_of_intervals)
+                patch.setattr(hopper_schedule, "hopper_schedule_kernel", finder)
                 quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
 
 
@@ -401,7 +420,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         on_the_stack["hopper_kernel"] = ON_THE_STACK_OF_E4M3_OUTPUTS
     on_the_stack["hopper_kernel"] += MORE_ON_THE_STACK
     with compiling(limits) as compiled:
-        launches.attend(batch, head_dim, features)
+        plan = launches.attend(batch, head_dim, features)
     for kernel, code in zip(without_schedules(compiled), assembled, strict=True):
         needs = f"{kernel.registers} registers, {kernel.spills} bytes spilled, {kernel.shared} bytes shared"
         found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
@@ -409,8 +428,8 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else BESIDES_ALL_REGISTERS)
         allowed = max(allowed, KNOWN_SPILLS.get((features, batch, head_dim), 0) if target == "sm90" else 0)
         held = target in TUNED and features not in MAY_SPILL
-        # The block kernel's tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
-        held = held or (target == "sm80" and (features, kernel.kernel) == ("plain", "split_kv_kernel"))
+        # Without partitions, tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
+        held = held or (target == "sm80" and (features, plan.kernel) == ("plain", "split_kv"))
         if (held and kernel.spills > allowed) or kernel.shared > limits.shared_memory or kernel.occupancy < 1:
             wrong.append(found)
         if kernel.kernel == "hopper_kernel":
@@ -429,7 +448,7 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     for features, batch in itertools.product((E4M3_OUTPUT, "plain"), ("decode, split", "prefill")):
         with compiling(TARGETS[target]):
             launches.attend(batch, 128, features)
-        texts[features, batch] = [text for name, _, text in first_stages if name != "schedule_kernel"]
+        texts[features, batch] = [text for name, _, text in first_stages if name not in launches.SCHEDULES]
         first_stages.clear()
     native = TARGETS[target].properties.native_fp8
     for (features, _), kernels in texts.items():
@@ -458,11 +477,12 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     with compiling(TARGETS["sm90"]) as compiled:
         plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
-    assert plan.kernel == compiled[0].kernel.removesuffix("_kernel") == "hopper"
-    print(compiled[0])
-    assert compiled[0].spills <= ON_THE_STACK_OF_E4M3_OUTPUTS + MORE_ON_THE_STACK, compiled[0]
-    assert compiled[0].shared <= TARGETS["sm90"].shared_memory, compiled[0]
-    assert compiled[0].occupancy == plan.launch.config.programs_per_sm, compiled[0]
+    kernel = without_schedules(compiled)[0]
+    assert plan.kernel == kernel.kernel.removesuffix("_kernel") == "hopper"
+    print(kernel)
+    assert kernel.spills <= ON_THE_STACK_OF_E4M3_OUTPUTS + MORE_ON_THE_STACK, kernel
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+    assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
     attends = loops.loops_with(assembled[0], "exponentials")
     assert attends and not any(loops.count_kinds(loop)["local memory"] for loop in attends)
 
@@ -608,7 +628,7 @@ def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "on_the_stack", "in_loop"),
-    [extended(256, (40, 80), (0, 0)), extended(384, (64, 136), (0, 7)), (512, (232, 288), (0, 6))],
+    [extended(256, (40, 80), (0, 0)), extended(384, (64, 136), (0, 7)), (512, (232, 288), (2, 6))],
 )
 def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_dim, on_the_stack, in_loop, assembled):
     """Its work tiles have 128 columns of values, and as many stages as shared memory has room for.
@@ -617,7 +637,8 @@ def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_di
     """
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=head_dim)
     launch = Launch(spec, 2, 2000, 2000, 3900, options=(("batch_invariant", True),))
-    plan, (kernel, *_) = launch.compile(TARGETS["sm90"])
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    kernel = without_schedules(compiled)[0]
     print(kernel)
     assert kernel.kernel == "hopper_kernel" and plan.launch.column_parts == head_dim // 128
     assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy == 1, kernel
@@ -667,7 +688,7 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
         options=(("batch_invariant", True),),
     )
     plan, compiled = launch.compile(TARGETS[target])
-    assert [c.kernel for c in compiled] == ["schedule_kernel", "split_kv_kernel", "combine_partials_kernel"], plan
+    assert [c.kernel for c in compiled] == ["schedule_kernel", "portable_kernel", "combine_partials_kernel"], plan
     assert compiled[2].spills == 0 and compiled[2].num_warps == 1, compiled[2]
 
 
@@ -676,7 +697,9 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
 @of_tritons_in_use
 def test_batch_invariant_prompts_with_wide_values_fit():
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
-    plan, (kernel,) = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),)).compile(TARGETS["sm90"])
+    launch = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),))
+    plan, compiled = launch.compile(TARGETS["sm90"])
+    (kernel,) = without_schedules(compiled)
     assert (plan.kernel, plan.launch.column_parts) == ("hopper", 2)
     assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.spills <= 96, kernel
 
@@ -698,11 +721,11 @@ APPENDS = [  # a tuned target has every kind of cache and of batch, others one
 def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target, batch, head_dim, features):
     """Decode on an SM of sm90 has room for three programs, as without new tokens."""
     with compiling(TARGETS[target]) as compiled:
-        plan = launches.append(batch, head_dim, features)
+        launches.append(batch, head_dim, features)
     kernel, *others = without_schedules(compiled)
     assert [other.kernel for other in others] in ([], ["combine_partials_kernel"])
     print(f"{target:7} {features:18} {batch} {kernel}")
-    assert kernel.kernel == f"{plan.kernel}_kernel"
+    assert kernel.kernel == "portable_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS:
         # Registers of e4m3 decode are bounded; what is spilled is outside of the loop over tiles.
@@ -732,12 +755,14 @@ def test_a_launch_that_rotates_new_tokens_compiles_fits_and_does_not_spill(
     kernel, *others = without_schedules(compiled)
     assert [other.kernel for other in others] in ([], ["combine_partials_kernel"])
     print(f"{target:7} {features:18} {batch} {how} {kernel}")
-    assert kernel.kernel == f"{plan.kernel}_kernel"
+    assert kernel.kernel == "portable_kernel"
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS:
         around = ON_THE_STACK_OF_PAIRS if features == "e4m3" else BY_CHOICE  # as for `append`
         # With Triton 3.6.0 and 3.7.1, a norm over 256 columns takes all registers and 24 bytes, before that loop.
-        full = 24 if triton.__version__ in ("3.6.0", "3.7.1") and head_dim == 256 else 0
+        # With 3.9.0, drafts over e4m3 take as many, outside of it.
+        older = triton.__version__ in ("3.6.0", "3.7.1")
+        full = 24 if (older and head_dim == 256) or (not older and (batch, features) == ("drafts", "e4m3")) else 0
         assert kernel.spills <= (around if kernel.registers < REGISTERS else full), kernel
         if kernel.spills and target == "sm90":
             assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))
@@ -801,10 +826,10 @@ def does_not_rotate(
 
 
 def launch_anew(monkeypatch, launch) -> None:
-    """Launch the portable kernels, compiled from what their modules hold now."""
-    for family, name in ((block, "block_kernel"), (split_kv, "split_kv_kernel")):
-        kernel = getattr(family, name)
-        monkeypatch.setattr(family, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
+    """Launch the portable kernel, compiled from what its module holds now."""
+    for name in ("attend", "portable_kernel"):
+        kernel = getattr(portable, name)
+        monkeypatch.setattr(portable, name, triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize))
     with compiling(TARGETS["sm90"]):
         launch()
 
@@ -819,17 +844,16 @@ def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, mon
     launch_anew(monkeypatch, lambda: without(batch, 64, features))
     if part == "rotated":
         monkeypatch.setattr(primitives, "load_rotated", does_not_rotate)
-    for family in (block, split_kv):
-        if part == "rotated":
-            for name in ("load_queries", "write_new"):
-                monkeypatch.setattr(family, name, triton.jit(getattr(primitives, name).fn))
-        else:
-            monkeypatch.setattr(family, "write_new", does_not_compile)
+        for name in ("load_queries", "write_new"):
+            monkeypatch.setattr(portable, name, triton.jit(getattr(primitives, name).fn))
+    else:
+        monkeypatch.setattr(portable, "write_new", does_not_compile)
     launch_anew(monkeypatch, lambda: without(batch, 64, features))
-    whole, cut = (stage for stage in first_stages if stage[0] != "schedule_kernel")
-    call = r"load_queries\(" if part == "rotated" else r"write_new\("
-    with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError, match=call):
+    whole, cut = (stage for stage in first_stages if stage[0] not in launches.SCHEDULES)
+    with compiling(TARGETS["sm90"]), pytest.raises(triton.CompilationError) as raised:
         with_it(batch, 64, features)
+    call = "load_queries(" if part == "rotated" else "write_new("
+    assert call in str(raised.value.__cause__)  # of `attend`, whose call is where the kernel's own error is
     assert whole == cut
 
 

@@ -42,5 +42,5 @@ def test_decode_s_loop_multiplies_on_tensor_cores_and_copies_ahead(head_dim, mon
     monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: (name, kernel.asm["cubin"]))
     with compiling(TARGETS["sm90"]) as cubins:
         launches.attend("decode", head_dim, "plain")
-    loop = loops.innermost_loops(loops.disassemble(dict(cubins)["split_kv_kernel"]))[0]
+    loop = loops.innermost_loops(loops.disassemble(dict(cubins)["portable_kernel"]))[0]
     assert loops.count_kinds(loop)["tensor cores"] == 32 and sum(op.startswith("LDGSTS") for op in loop) == 16

@@ -27,7 +27,7 @@ from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
 from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
-from quire.kernels.portable import FOUND_NOW
+from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import SCHEDULERS
 from quire.kernels.scratch import Part
 from quire.kernels.tensor_maps import KEPT, Format
@@ -102,9 +102,11 @@ def attend(plan, **inputs):
     return quire.attention(**inputs, plan=plan)
 
 
-def has_schedule(launch):
-    """Whether a launch finds a schedule before the first layer."""
-    return launch.name in ("split_kv", "mla") or (launch.name == "hopper" and launch.decode is not None)
+def schedules_of(launch):
+    """Return the kernels that find schedules before the first layer."""
+    if launch.name == "hopper":
+        return ["hopper_schedule_kernel"] if launch.decode is None else ["hopper_schedule_kernel", "schedule_kernel"]
+    return ["schedule_kernel"] if launch.name == "split_kv" else []
 
 
 def without_launches(plan):
@@ -191,8 +193,10 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
         has_second = launch.decode is not None or launch.num_splits > 1
     else:
         has_second = launch.name == "split_kv" and launch.has_combine_launch
-    assert len(again) == 1 + has_second + has_schedule(launch)
-    assert (again[0][0] == "schedule_kernel") == has_schedule(launch)
+    schedules = schedules_of(launch.for_cache(inputs[0]["cache"]))
+    assert [name for name, *_ in again if name in launches.SCHEDULES] == schedules
+    assert [name for name, *_ in again[: len(schedules)]] == schedules
+    assert len(again) == len(schedules) + 1 + has_second
     assert (launch.name == "hopper" and launch.num_splits > 1) == (
         target == "sm90" and batch == "chunk, split" and head_dim == 128
     )
@@ -229,6 +233,21 @@ def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(feature
     assert len(passed) == 6 and passed[2:4] == passed[4:] != passed[:2]
 
 
+@pytest.mark.parametrize("batch", ["decode, 64", "prompt"])
+def test_where_kernels_are_only_compiled_none_is_launched_that_another_plan_has_launched(batch, passed, monkeypatch):
+    """It would read a schedule that was not found: the kernel that finds it may be still to compile."""
+    monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
+    wanted = launches.FEATURES["plain"]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
+    some = launches.make_inputs(plan, wanted)
+    quire.attention(**some, plan=plan)
+    before = [*passed]
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *compiled: None):
+        quire.attention(**some, plan=with_other_tensors(plan))
+    assert passed == before != []
+
+
 def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypatch, caplog):
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
     monkeypatch.setattr(log, "SAID", {})
@@ -238,10 +257,10 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
     with caplog.at_level(logging.DEBUG, "quire.launch"):
         quire.attention(**some, plan=plan)
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        rf"split_kv_kernel, grid {passed[0][1][0]} × 1 × 1, (compiled in|from the cache in|loaded before).*", line
-    )
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel"]
+    for (name, grid, _), line in zip(passed, caplog.messages, strict=True):
+        how = "compiled in|from the cache in|loaded before"
+        assert re.fullmatch(rf"{name}, grid {grid[0]} × 1 × 1, ({how}).*", line)
     called = set()
     sys.setprofile(lambda frame, event, value: called.add(frame.f_code.co_filename))
     try:
@@ -252,7 +271,7 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     assert not called & {log.__file__, ranges.__file__, logging.__file__, contextlib.__file__}
 
 
-@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "split_kv_kernel"), ("prompt", "norm_rope_kernel")])
+@pytest.mark.parametrize(("batch", "name"), [("decode, 64", "portable_kernel"), ("prompt", "norm_rope_kernel")])
 def test_a_relaunch_that_rotates_passes_what_the_binder_passes(batch, name, passed, monkeypatch):
     """In the launch that attends, and before it. Another table or norm goes through the binder, another address not."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))
@@ -338,7 +357,7 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
         quire.attention(**inputs, plan=plan)
         if kernel == "hopper":
             before, queries = len(passed), others.pop("q")
-            quire.attention(**inputs | queries, plan=plan)
+            attend(plan, **inputs | queries)
             again = passed[before:]
         for what, other in others.items():
             with pytest.raises(InterruptedError):
@@ -346,8 +365,9 @@ def test_tensors_of_another_kind_go_through_the_binder(target, batch, head_dim, 
                 pytest.fail(f"relaunched for another {what}")
     if kernel == "hopper":
         before = len(passed)
-        quire.attention(**inputs | queries, plan=without_launches(plan))
-        assert again == passed[before:] != passed[:1]
+        attend(without_launches(plan), **inputs | queries)
+        assert again == passed[before:] != passed[:2]
+        assert [name for name, *_ in again] == ["hopper_schedule_kernel", "hopper_kernel"]
 
 
 def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched(passed, monkeypatch):
@@ -365,7 +385,7 @@ def test_queries_at_an_odd_address_have_a_kernel_of_their_own_and_are_relaunched
     with mock.patch.object(JITFunction, "run", side_effect=AssertionError("went through the binder")):
         attend(plan, **inputs | {"q": odd})
         attend(plan, **inputs)
-    aligned, bound, again, aligned_again = [call for call in passed if call[0] == "split_kv_kernel"]
+    aligned, bound, again, aligned_again = [call for call in passed if call[0] == "portable_kernel"]
     assert again == bound != aligned == aligned_again
 
 
@@ -378,7 +398,7 @@ def test_a_plan_that_was_used_without_lse_passes_it_to_both_of_its_launches(pass
     inputs = launches.make_inputs(plan, wanted)
     with_lse = quire.State(torch.empty_like(inputs["q"]), torch.empty(inputs["q"].shape[:2]))
     quire.attention(**inputs | {"out": with_lse.out}, plan=plan)
-    assert [name for name, *_ in passed] == ["schedule_kernel", "split_kv_kernel", "combine_partials_kernel"]
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel", "combine_partials_kernel"]
     attend(plan, **inputs | {"out": with_lse})
     attend(without_launches(plan), **inputs | {"out": with_lse})
     assert passed[3:6] == passed[6:] != passed[:3]
@@ -440,7 +460,7 @@ def test_a_step_whose_tensors_are_of_another_kind_goes_through_the_binder(batch,
 def prompts(passed, monkeypatch):
     """A plan of the Hopper kernel for prompts, what `attention` takes, and a function that calls a plan.
 
-    The function returns what the kernels would get, and how many tensor maps were encoded.
+    The function returns what the kernel that attends would get, and how many tensor maps were encoded.
     """
     stub = Driver(TARGETS["sm90"])
     monkeypatch.setattr(driver, "_active", stub)
@@ -454,7 +474,8 @@ def prompts(passed, monkeypatch):
     def call(plan, inputs):
         before, encoded = len(passed), fill.call_count
         quire.attention(**inputs, plan=plan)
-        return passed[before:], fill.call_count - encoded
+        attends = [call for call in passed[before:] if call[0] == "hopper_kernel"]
+        return attends, fill.call_count - encoded
 
     call(plan, inputs)
     Format.tensor_map.cache_clear()
@@ -585,7 +606,8 @@ def test_a_relaunch_over_latents_passes_what_the_binder_passes(target, features,
     again = passed[first:]
     attend(without_launches(plan), q=q_again, cache=cache_again, out=out_again)
     assert again == passed[first + len(again) :] != passed[:first]
-    assert len(again) == 2  # the schedule comes before `mla_kernel`, and mla_hopper combines in a second launch
+    by_hopper = ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
+    assert [name for name, *_ in again] == (by_hopper if target == "sm90" else ["schedule_kernel", "mla_kernel"])
 
 
 def states_to_merge(count=2, num_tokens=3, num_heads=4, dim=64, dtype=torch.bfloat16, pad=0):

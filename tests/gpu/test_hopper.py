@@ -3,6 +3,7 @@
 Plans ask for it by name, so that it also runs where the portable kernels would be faster.
 """
 
+import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -245,6 +246,24 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     others = [token for token in range(273) if token not in (5, 139)]
     assert torch.equal(state.out[others], expected.out[others]) and torch.equal(state.lse[others], expected.lse[others])
     assert state.out[[5, 139]].isnan().all() and state.lse[[5, 139]].isnan().all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, E4M3, {"head_dim": 256}], ids=str)
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("lens", [MIXED, ((700, 5000), (200, 300))], ids=["mixed", "cut"])
+def test_results_are_nan_where_row_blocks_were_found_for_other_lengths(lens, bound, extra):
+    """A kernel has written to the lengths, which a plan does not notice. A decode launch may be right."""
+    p, plan = make_plan_and_problem(quire.AttentionSpec(**LLAMA | extra), lens, bound)
+    right, known = quire.attention(p.q, p.cache, plan), p.batch.seq_lens.clone()
+    known[0] -= 1
+    torch.from_dlpack(p.batch.seq_lens).copy_(known)
+    out, ends = quire.attention(p.q, p.cache, plan), [*itertools.accumulate(queries for queries, _ in lens)]
+    for (queries, _), rows, those in zip(lens, out.tensor_split(ends[:-1]), right.tensor_split(ends[:-1]), strict=True):
+        is_decoding = plan.launch.decode is not None and queries <= plan.launch.max_decode_queries
+        assert rows.isnan().all() or (is_decoding and torch.equal(rows, those))
+    known[0] += 1
+    p.batch.seq_lens.copy_(known)
+    assert torch.equal(quire.attention(p.q, p.cache, plan), right)
 
 
 def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.hopper.schedule import FIELDS, NO_END, PLACES, RowBlock, find_row_blocks
+from quire.kernels.hopper.schedule import FIELDS, NO_END, PLACES, RowBlock, hopper_schedule_kernel
 from quire.kernels.scheduler import Lengths
 
 CAUSAL = (NO_END.value // 2 + 1, 0)
@@ -32,11 +32,14 @@ def row_blocks_of(
     starts = int32([0, *itertools.accumulate(queries for queries, _ in lens)])
     most = sum(-(-queries // block_t) for queries, _ in lens) + cut_slots // head_blocks + 1
     places, summary = torch.full((most, FIELDS.value), -1, dtype=torch.int32), int32([-1] * 3)
+    planned = torch.zeros(len(lens), 3, dtype=torch.int32)
     lengths = Lengths(int32([n for _, n in lens]), starts, None if offsets is None else int32(offsets), None, None)
-    find_row_blocks[-(-most // PLACES.value),](
-        places, summary, lengths, *window, len(lens), max_decode_queries, num_programs, head_blocks, cut_slots, most,
-        BLOCK_T=block_t, BLOCK_N=block_n, CUTS=cut_slots > 0, MIXED=mixed, PDL=False,
+    hopper_schedule_kernel[-(-most // PLACES.value),](
+        places, summary, planned, lengths, *window, len(lens), max_decode_queries, num_programs, head_blocks, cut_slots,
+        most, int(mixed), block_t, block_n, TOKENS=0, PDL=False,
     )  # fmt: skip
     count, num_singles, from_back = summary.tolist()
     assert (places[count:] == -1).all()
+    ends = (*(n for _, n in lens),), (*starts.tolist()[1:],), tuple(offsets or (0,) * len(lens))
+    assert (*map(tuple, planned.T.tolist()),) == ends
     return [RowBlock(*place[: len(RowBlock._fields)]) for place in places[:count].tolist()], num_singles, from_back

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import quire
 from quire import intervals, ops
 from quire.dispatch.config import KernelConfig
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem, owned_slots
 from tests.extended import extended
@@ -116,7 +116,7 @@ def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
 )
 def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget, monkeypatch):
     """With room for many programs, partials are many and combined in two levels, where no second launch does it."""
-    monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", False)
+    monkeypatch.setattr(PortableLaunch, "has_combine_launch", False)
     spec = quire.AttentionSpec(**heads, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=device, one_query=True)
     config = KernelConfig(

@@ -7,8 +7,6 @@ import triton
 import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
-from quire.dispatch.tree import forget_trees
-from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.testing import make_problem
 from tests.extended import extended, slow
 
@@ -27,18 +25,6 @@ PARTIALS = {
 }
 IN_BOTH_WAYS = "int8", "e4m3"
 ONLY_APART = [case for case in PARTIALS if case not in ("decode", *IN_BOTH_WAYS)]
-
-
-@pytest.fixture
-def combine_apart(monkeypatch):
-    """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-
-    def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
-        forget_trees()
-
-    yield combine_apart
-    forget_trees()
 
 
 @pytest.mark.triton

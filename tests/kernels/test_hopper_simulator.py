@@ -134,6 +134,41 @@ def test_heads_of_128(extra, page_size):
     assert plan.launch.config.num_warpgroups == 2 and plan.launch.config.block_n == 128
 
 
+@pytest.mark.parametrize(
+    ("extra", "page_size", "bound"),
+    [
+        ({}, 16, None),
+        ({}, 16, LONG),
+        ({}, 1, None),
+        (BFLOAT16 | {"softcap": 20.0}, 16, LONG),
+        (E4M3, 16, LONG),
+        (E4M3 | {"head_dim": 128, "allow_fp8": True}, 16, LONG),
+        ({"sinks": True, "sliding_window": 100}, 16, LONG),
+    ],
+    ids=str,
+)
+def test_results_are_nan_where_row_blocks_were_found_for_other_lengths(extra, page_size, bound):
+    """A kernel has written to the lengths, which a plan does not notice."""
+    lens = (40, 200), (70, 300), (9, 30), (50, 50), (30, 90)
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
+    plan = make_plan(p, bound)
+    right = attend(p, plan)[0]
+    for tensor, values, is_stale in (
+        (p.batch.seq_lens, (200, 300, 30, 50, 91), True),
+        (p.batch.seq_lens, (200, 300, 30, 50, 90), False),
+        (p.batch.cu_seqlens_q, (0, 40, 110, 121, 169, 199), True),
+        (p.batch.cu_seqlens_q, (0, 40, 110, 119, 169, 199), False),
+        (p.batch.cu_seqlens_q, (0, 40, 110, 119, 169, 189), True),
+    ):
+        tensor.data.copy_(int32(*values))
+        state, simulated = attend(p, plan)
+        assert "hopper_schedule_kernel" not in simulated
+        assert state.out.isnan().all() and state.lse.isnan().all() if is_stale else torch.equal(state.out, right.out)
+    p.batch.cu_seqlens_q.data.copy_(int32(0, 40, 110, 119, 169, 199))
+    plan.update()
+    assert torch.equal(attend(p, plan)[0].out, right.out)
+
+
 @pytest.mark.parametrize("extra", [{}, {"softcap": 20.0}, BFLOAT16 | {"softcap": 20.0}], ids=str)
 def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     """A query, and the last key of a prompt, which the last of its queries alone sees."""

@@ -7,7 +7,7 @@ import torch
 
 import quire
 from quire.dispatch.tree import forget_trees
-from quire.kernels.split_kv import launch as split_kv
+from quire.kernels.portable import launch as portable
 from quire.testing import make_problem
 from tests.extended import extended, some_extended
 
@@ -128,8 +128,8 @@ def fold_from(monkeypatch):
     """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""
 
     def set_limit(rows):
-        monkeypatch.setattr(split_kv, "FOLD_LAUNCH_FROM", rows)
-        monkeypatch.setattr(split_kv, "FILLED", float("inf"))
+        monkeypatch.setattr(portable, "FOLD_LAUNCH_FROM", rows)
+        monkeypatch.setattr(portable, "FILLED", float("inf"))
         forget_trees()
 
     yield set_limit

@@ -12,9 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import quire
 from quire import log
+from quire.dispatch.device import device_properties
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels import ranges, tma
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
 from quire.testing import Problem, make_problem
@@ -141,13 +142,19 @@ def test_a_launch_names_its_kernel_and_grid(device, lines):
 
 @pytest.mark.triton
 def test_a_fallback_says_which_strides_are_to_blame(device, lines):
-    problem = small(device, ((40, 60),), num_q_heads=8, kv_dtype=torch.float8_e4m3fn, head_dim=64)
+    # As many sequences as fill the device: with fewer row blocks, tiles are not taller, and need no fallback.
+    lens = ((40, 60),) * (100 if device == "cuda" else 1)
+    problem = small(device, lens, num_q_heads=8, kv_dtype=torch.float8_e4m3fn, head_dim=64)
     odd = replace(problem, cache=with_odd_starts(problem.cache))
     for _ in range(2):  # steps
         plan = plan_for(problem, batch_invariant=True)
         for cache in (problem.cache, odd.cache, odd.cache):
             quire.attention(problem.q, cache, plan)
-    (line,) = [line for line in lines() if "in place of" in line]
+    found = [line for line in lines() if "in place of" in line]
+    if device == "cuda" and not device_properties(problem.q.device).has_wgmma:
+        assert plan.launch.fallback is None and not found  # no tile is taller there
+        return
+    (line,) = found
     named = f"{plan.launch.fallback.name} in place of {plan.launch.name}, which does not serve NHD strides"
     assert named in line and str(odd.cache.k.stride()) in line
 
@@ -226,7 +233,8 @@ def test_a_fallback_of_the_kernel_for_latents_says_why(kv_dtype, layout, page_si
 def test_launches_have_ranges_in_plans_of_a_profiler_alone(device):
     problem = small(device)
     before = plan_for(problem)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    # Without `acc_events`, PyTorch 2.10 and 2.11 warn that another cycle would clear the events of the only one.
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         quire.attention(problem.q, problem.cache, before)
         plan = plan_for(problem)
         out = quire.attention(problem.q, problem.cache, plan)

@@ -101,7 +101,7 @@ def test_each_tile_is_in_one_partition_and_cuts_name_their_partials(seed):
     sizes, meta = (row_blocks * parts * 16, row_blocks * num_cuts * 4), {"NUM_HEADS": num_heads, "PDL": False}
     search = Search(mla_schedule_kernel, row_blocks * max(parts, num_cuts), sizes, numbers, meta)
     batch = SimpleNamespace(
-        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts
+        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts, device=seq_lens.device
     )  # fmt: skip
     finder = Scheduler(SimpleNamespace(search=lambda asked: search), batch)
     assert finder.find(None) and not finder.find(None)

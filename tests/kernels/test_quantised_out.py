@@ -125,10 +125,10 @@ def test_results_are_not_rounded_to_16_bits_first(device):
 @pytest.mark.parametrize("case", [extended("decode"), "drafts"])
 def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
     from quire.dispatch.tree import forget_trees
-    from quire.kernels.split_kv import launch as split_kv
+    from quire.kernels.portable import launch as portable
 
-    monkeypatch.setattr(split_kv, "FOLD_LAUNCH_FROM", 1)
-    monkeypatch.setattr(split_kv, "FILLED", float("inf"))
+    monkeypatch.setattr(portable, "FOLD_LAUNCH_FROM", 1)
+    monkeypatch.setattr(portable, "FILLED", float("inf"))
     forget_trees()
     lens = ((1, 20), (1, 0), (1, 600)) if case == "decode" else ((3, 600), (1, 300))
     problem = make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device)

@@ -1,4 +1,4 @@
-"""The schedule of the split-KV kernel: what partitions have, how long they are, and when it is found again."""
+"""The schedule of the portable kernel: what partitions have, how long they are, and when it is found again."""
 
 import dataclasses
 import gc
@@ -14,16 +14,15 @@ import triton
 import triton.language as tl
 
 import quire
+from quire import debug
 from quire.dispatch import tree
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import cdiv
-from quire.dispatch.tree import forget_trees
 from quire.kernels import scheduler as scheduling
-from quire.kernels.scheduler import Lengths, Scheduler
-from quire.kernels.split_kv.choice import min_partition_tiles
-from quire.kernels.split_kv.launch import NEVER, SplitKVLaunch
-from quire.kernels.split_kv.schedule import (
+from quire.kernels.portable.choice import min_partition_tiles
+from quire.kernels.portable.launch import NEVER, PortableLaunch
+from quire.kernels.portable.schedule import (
     Costs,
     Units,
     load_part,
@@ -35,6 +34,7 @@ from quire.kernels.split_kv.schedule import (
     span,
     units_here,
 )
+from quire.kernels.scheduler import Lengths, Scheduler
 from quire.testing import error_budget, make_problem
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
@@ -144,7 +144,7 @@ def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs:
         num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
         request=SimpleNamespace(num_seqs=num_seqs), schedule_constexprs=lambda: constexprs,
     )  # fmt: skip
-    launch.search = lambda asked: SplitKVLaunch.search(launch, asked)
+    launch.search = lambda asked: PortableLaunch.search(launch, asked)
     return launch
 
 
@@ -198,7 +198,8 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
         num_cuts=sum(blocks) + 3 if combines else 0,
     )  # fmt: skip
     finder = Scheduler(launch, SimpleNamespace(
-        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts
+        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts,
+        device=seq_lens.device,
     ))  # fmt: skip
     assert finder.find(unit) and not finder.find(unit)
     parts, cuts = finder.tensors
@@ -227,18 +228,6 @@ WAYS = {
     "batch-invariant": ({"batch_invariant": True}, False),
     "batch-invariant, a second launch folds": ({"batch_invariant": True}, True),
 }
-
-
-@pytest.fixture
-def combine_apart(monkeypatch):
-    """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-
-    def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(SplitKVLaunch, "has_combine_launch", apart)
-        forget_trees()
-
-    yield combine_apart
-    forget_trees()
 
 
 def set_unseen(tensor: torch.Tensor, values: Any) -> None:
@@ -288,11 +277,13 @@ def test_queries_may_move_between_sequences_under_a_schedule(device):
     """A partition that ends with a sequence serves the row blocks that the sequence has now, whichever they are."""
     spec = quire.AttentionSpec(**HEADS | {"num_q_heads": 18})
     p = make_problem(spec, ((8, 40), (1, 20), (1, 16), (5, 30)), device=device)
-    plan = quire.plan(spec, p.batch, **p.bounds | {"max_query_len": 8}, num_splits=1, config=SMALL)
+    plan = quire.plan(spec, p.batch, **p.bounds | {"max_query_len": 8}, num_splits=2, config=SMALL)
+    assert plan.kernel == "split_kv"
     quire.attention(p.q, p.cache, plan)
     for ends in ((2, 8, 8, 15), (0, 6, 13, 15), (8, 9, 9, 15), (3, 11, 14, 15)):
         set_unseen(p.batch.cu_seqlens_q, (0, *ends))
-        state = quire.attention(p.q, p.cache, plan, return_lse=True)
+        unwritten = quire.State(torch.full_like(p.q, 9.0), torch.full(p.q.shape[:2], 9.0, device=device))
+        state = quire.attention(p.q, p.cache, plan, out=unwritten)
         p.batch.cu_seqlens_q.add_(0)
         right = quire.attention(p.q, p.cache, plan, return_lse=True)
         is_nan = state.lse.isnan().any(1)
@@ -364,3 +355,24 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     del first, second, other, made
     gc.collect()
     assert len(scheduling.SCHEDULERS) <= number - 2
+
+
+def test_a_recorded_call_with_a_stale_schedule_warns_and_is_right(device, tmp_path):
+    spec = quire.AttentionSpec(**HEADS)
+    p = make_problem(spec, ((1, 300), (1, 40)), device=device, one_query=True)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=4, config=SMALL)
+
+    def recorded() -> Any:
+        with debug.record(tmp_path / "call.quire"):
+            return quire.attention(p.q, p.cache, plan, return_lse=True)
+
+    recorded()
+    recorded()
+    p.batch.seq_lens.copy_(torch.tensor([290, 5]))
+    recorded()
+    set_unseen(p.batch.seq_lens, (170, 20))
+    with pytest.warns(UserWarning, match=r"call plan.update\(\) after that kernel") as warned:
+        state = recorded()
+    assert [w.filename for w in warned] == [__file__]
+    assert error_budget(p, state).passed
+    recorded()

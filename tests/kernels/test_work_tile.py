@@ -1,7 +1,6 @@
 """What the Hopper kernel computes from lengths, intervals and strides, without a GPU.
 
-The scheduler's functions are run as Python, with numbers in place of Gluon's scalars and NumPy's arrays in place of its
-tensors.
+Functions are run as Python, with numbers in place of Gluon's scalars and NumPy's arrays in place of Triton's tensors.
 """
 
 import itertools
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.one_triton
 if sys.platform == "linux":
     from quire.kernels import tma
     from quire.kernels.gluon import pipeline
-    from quire.kernels.hopper import work_tile
+    from quire.kernels.hopper import schedule, work_tile
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 
@@ -45,10 +44,9 @@ VECTORS = SimpleNamespace(
     where=np.where,
     max=np.max,
     min=np.min,
-    arange=lambda first, stop, layout: np.arange(first, stop),
+    arange=np.arange,
+    static_range=range,
     load=lambda pointer, mask, other: pointer.load(mask, other),
-    BlockedLayout=lambda *description: None,
-    num_warps=lambda: 1,
 )
 
 
@@ -61,14 +59,38 @@ def scheduler(monkeypatch):
     return work_tile
 
 
+@pytest.fixture
+def finder(monkeypatch):
+    """The module that finds row blocks, with NumPy's arrays in place of Triton's tensors."""
+    monkeypatch.setattr(schedule, "tl", VECTORS)
+    monkeypatch.setattr(schedule, "NO_END", schedule.NO_END.value)
+    monkeypatch.setattr(schedule, "load_intervals", schedule.load_intervals.fn)
+    return schedule
+
+
+def row_blocks_of_intervals(finder, begin, end, q_start, q_len, seq_len, block_t):
+    """Return the first tokens of a sequence's row blocks, and the keys of each one, as a RowBlock names them.
+
+    All are found at once, as by the kernel.
+    """
+    lengths = SimpleNamespace(key_begin=Pointer(begin), key_end=Pointer(end))
+    tokens = np.arange(0, q_len, block_t)
+    of_each = (np.full(len(tokens), number) for number in (q_start, q_len, seq_len))
+    found = finder.keys_of_intervals.fn(lengths, tokens, *of_each, block_t, 1 << (block_t - 1).bit_length())
+    names = "kv_start", "kv_stop", "full_start", "full_stop", "kv_low", "kv_high"
+    keys = [SimpleNamespace(**dict(zip(names, of_one, strict=True))) for of_one in np.transpose(found).tolist()]
+    return list(zip(tokens.tolist(), keys, strict=True))
+
+
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("window", [(1 << 30, 0), (50, 0), (50, 20), (1 << 30, 1 << 30)])
-def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler):
+def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler, finder):
     block_t, block_n = 8, 16
     for q_len, seq_len in ((8, 8), (20, 300), (5, 3), (1, 0), (70, 70), *((9, n) for n in range(240, 257))):
         first_pos = seq_len - q_len
-        for token in range(0, q_len, block_t):
-            seen = scheduler.keys_of_band.fn(token, q_len, first_pos, seq_len, *window, block_t)
+        tokens = np.arange(0, q_len, block_t)
+        keys = np.transpose(finder.keys_of_band.fn(tokens, q_len, first_pos, seq_len, *window, block_t))
+        for token, seen in zip(tokens.tolist(), keys.tolist(), strict=True):
             splits = [scheduler.split_of_keys.fn(*seen, split, num_splits, block_n) for split in range(num_splits)]
             if num_splits != 3:  # the programs cut into a power of two
                 cuts = [SimpleNamespace(shift=num_splits.bit_length() - 1, split=split) for split in range(num_splits)]
@@ -104,24 +126,17 @@ def intervals_of_some_sequences():
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does_not(
-    num_splits, scheduler, monkeypatch
-):
+def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does_not(num_splits, scheduler, finder):
     """Among rows of other sequences. A tile without a mask is one that all rows see, and no other tile is taken."""
-    monkeypatch.setattr(scheduler, "gl", VECTORS)
-    monkeypatch.setattr(scheduler, "load_intervals", scheduler.load_intervals.fn)
     block_t, block_n, q_start = 8, 16, 3
     for seq_len, begin, end in intervals_of_some_sequences():
         q_len = len(begin)
         others = np.arange(q_start) - 1000, np.arange(q_start) + 1000  # of the sequences before and after
-        kv = SimpleNamespace(
-            key_begin=Pointer(np.concatenate([others[0], begin, others[0]])),
-            key_end=Pointer(np.concatenate([others[1], end, others[1]])),
-        )
+        begins, ends = np.concatenate([others[0], begin, others[0]]), np.concatenate([others[1], end, others[1]])
         sees = [set(range(max(b, 0), min(e, seq_len))) for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
         of_sequence = set().union(*sees)
-        for token in range(0, q_len, block_t):
-            *span, keys = scheduler.keys_of_intervals.fn(kv, token, q_start, q_len, seq_len, block_t)
+        for token, keys in row_blocks_of_intervals(finder, begins, ends, q_start, q_len, seq_len, block_t):
+            span = keys.kv_start, keys.kv_stop
             rows = sees[token : token + block_t]
             seen = set().union(*rows)
             assert 0 <= span[0] <= span[1] <= seq_len and keys.kv_high <= seq_len
@@ -143,15 +158,11 @@ def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does
                 assert set(taken) - wanted <= {max(wanted) + 1}
 
 
-def test_the_last_row_block_of_a_causal_prompt_alone_has_keys_that_may_not_be_read(scheduler, monkeypatch):
+def test_the_last_row_block_of_a_causal_prompt_alone_has_keys_that_may_not_be_read(finder):
     """Tiles at the diagonal hold keys that other rows of the sequence see, so their values need no zeros."""
-    monkeypatch.setattr(scheduler, "gl", VECTORS)
-    monkeypatch.setattr(scheduler, "load_intervals", scheduler.load_intervals.fn)
     position = np.arange(40) + 60
     for begin in (0 * position, position // 12 * 12, position - 9):
-        kv = SimpleNamespace(key_begin=Pointer(begin), key_end=Pointer(position + 1))
-        for token in range(0, 40, 8):
-            *_, keys = scheduler.keys_of_intervals.fn(kv, token, 0, 40, 100, 8)
+        for _, keys in row_blocks_of_intervals(finder, begin, position + 1, 0, 40, 100, 8):
             assert (keys.kv_low, keys.kv_high) == (begin[0], 100)
 
 

@@ -64,10 +64,9 @@ GROUPS = {
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ROTATIONS),
-    "kernels/block/kernel.py": Judges(True, (*DENSE, INVARIANCE + "how_a_prompt_is_split_changes_nothing")),
     "kernels/*/choice.py": Judges(False, DECISIONS),
     "kernels/*/launch.py": Judges(False, (*DECISIONS, "test_service.py")),
-    "kernels/split_kv/*.py": Judges(
+    "kernels/portable/*.py": Judges(
         True,
         (
             *DENSE,
@@ -75,6 +74,7 @@ GROUPS = {
             "kernels/test_schedule.py",
             "kernels/test_combine_launch.py",
             "kernels/test_invariance.py",
+            "kernels/test_append.py",
         ),
     ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),

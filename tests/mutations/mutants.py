@@ -28,7 +28,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
-CUTS, PARTIALS, CUT = "kernels/hopper/cuts.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+ROW_BLOCKS, PARTIALS, CUT = "kernels/hopper/schedule.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -70,7 +70,7 @@ IN_INTERPRETER = {
         "l_i = l_i + sums_of_columns",
         LONG + "[2]",
     ),
-    "denominator not rescaled, block kernel": Mutant(
+    "denominator not rescaled, row blocks that are not cut": Mutant(
         "kernels/states.py",
         "l_i = l_i * alpha + tl.sum(p, 1)",
         "l_i = l_i + tl.sum(p, 1)",
@@ -135,7 +135,7 @@ IN_INTERPRETER = {
     ),
     # sequences without queries
     "keys of sequences without queries read": Mutant(
-        "kernels/split_kv/schedule.py",
+        "kernels/portable/schedule.py",
         "kv_stop = tl.where(q_len > 0, kv_stop, 0)",
         "pass",
         "kernels/test_idle_rows.py",
@@ -143,8 +143,8 @@ IN_INTERPRETER = {
     # primitives.py: intervals and trees
     "drafts before the first key of a row not read": Mutant(
         "kernels/primitives.py",
-        "tl.where(rows.owned, tl.minimum(begin, end), 2147483647)",
-        "tl.where(rows.owned, begin, 2147483647)",
+        "first = tl.minimum(sight.begin, sight.end)",
+        "first = sight.begin",
         TREES + "drafts_before_the_first_key_of_a_row_are_seen[1]",
     ),
     "intervals begin a key late": Mutant(
@@ -174,58 +174,57 @@ IN_INTERPRETER = {
     "the 64th draft forgotten": Mutant(
         "kernels/primitives.py", "tl.maximum(draft, 0), 63)", "tl.maximum(draft, 0), 62)", TREES + "64_drafts[1]"
     ),
-    # block/
+    # portable/
     "full tiles end a key late": Mutant(
-        "kernels/block/kernel.py",
-        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
-        "seen_until = tl.minimum(low_pos + window_right + 2, seq_len)",
+        "kernels/primitives.py",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 1, seq_len)",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 2, seq_len)",
         FULL_TILES + "[causal-dtype0]",
     ),
     "full tiles begin by the first row's window": Mutant(
-        "kernels/block/kernel.py",
-        "seen_by_all = high_pos - window_left",
-        "seen_by_all = low_pos - window_left",
+        "kernels/primitives.py",
+        "full_start = high_pos - scoring.window_left",
+        "full_start = low_pos - scoring.window_left",
         FULL_TILES + "[window-dtype0]",
     ),
     "full tiles past the last key": Mutant(
-        "kernels/block/kernel.py",
-        "seen_until = tl.minimum(low_pos + window_right + 1, seq_len)",
-        "seen_until = low_pos + window_right + 1",
+        "kernels/primitives.py",
+        "full_stop = tl.minimum(low_pos + scoring.window_right + 1, seq_len)",
+        "full_stop = low_pos + scoring.window_right + 1",
         ATTENTION + "the_loop_without_masks_ends_with_the_keys[200]",
     ),
-    "a block's last tile forgotten": Mutant(
-        "kernels/block/kernel.py",
-        "tl.range(1, 1 + num_before + stop - full_stop)",
-        "tl.range(1, num_before + stop - full_stop)",
+    "a row block's last tile forgotten": Mutant(
+        "kernels/portable/kernel.py",
+        "begin, end = 1, 1 + num_before + stop - full_stop",
+        "begin, end = 1, num_before + stop - full_stop",
         ATTENTION + "features[causal-1]",
     ),
-    # split_kv/
     "a partial forgotten": Mutant(
-        "kernels/split_kv/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
+        "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
     "a partition cut short": Mutant(
-        "kernels/split_kv/schedule.py",
+        "kernels/portable/schedule.py",
         "high = tl.minimum(low + size, total)",
         "high = tl.minimum(low + size, total - 1)",
         LONG + "[7]",
     ),
     "sequences found one too late": Mutant(
-        "kernels/split_kv/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
+        "kernels/portable/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
     ),
     "the last row blocks of a sequence are those of another length": Mutant(
-        "kernels/split_kv/schedule.py",
+        "kernels/portable/schedule.py",
         "tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)",
         "last_block",
         SCHEDULE + "queries_may_move_between_sequences_under_a_schedule",
     ),
     "a stale schedule gives numbers": Mutant(
-        "kernels/split_kv/kernel.py",
-        'poison = tl.where(as_planned, 0.0, float("nan"))',
-        "poison = 0.0",
+        "kernels/portable/kernel.py",
+        'tl.where(as_planned, 0.0, float("nan"))',
+        "0.0",
         STALE + "[1-the last program combines]",
     ),
     "other lengths than planned go unnoticed": Mutant(
-        "kernels/split_kv/kernel.py",
+        "kernels/portable/kernel.py",
         "tl.where(as_planned, 0.0",
         "tl.where(planned == num_units, 0.0",
         STALE + "[1-the last program combines]",
@@ -238,8 +237,8 @@ IN_INTERPRETER = {
     ),
     "lengths that were written to are not read again": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, capture_id(device)",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, capture_id(self.device)",
         FOUND_AGAIN,
     ),
     "a new plan with the schedule of one before": Mutant(
@@ -250,41 +249,41 @@ IN_INTERPRETER = {
     ),
     "a graph without its schedule": Mutant(
         "kernels/scheduler.py",
-        "wanted = asked, capture_id(device), *versions",
-        "wanted = asked, 0, *versions",
+        "wanted = asked, capture_id(self.device), *self.versions()",
+        "wanted = asked, 0, *self.versions()",
         FOUND_AGAIN,
     ),
     "partials combined without weights": Mutant(
-        "kernels/split_kv/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"
+        "kernels/portable/reduce.py", "acc += accs[i] * alpha[:, None]", "acc += accs[i]", LONG + "[7]"
     ),
     "a counter left as it is": Mutant(
-        "kernels/split_kv/reduce.py",
+        "kernels/portable/reduce.py",
         "tl.store(scratch.counter + counter, 0)",
         "tl.store(scratch.counter + counter, num_arrivals)",
         "kernels/test_attention.py::test_runs_are_bitwise_equal",
     ),
     "the tail of a round counted twice": Mutant(
-        "kernels/split_kv/reduce.py",
+        "kernels/portable/reduce.py",
         "present = (first + i + 0 * offs_r) < slots.num_partials",
         "present = (first + 0 * offs_r) < slots.num_partials",
         LONG + "[7]",
     ),
     "splits of a fixed size added in another order": Mutant(
-        "kernels/split_kv/kernel.py",
-        "acc, m_i, l_i = fold_split(acc, m_i, l_i, split_acc, split_m, split_l)",
-        "acc, m_i, l_i = fold_split(split_acc, split_m, total(split_l), acc, m_i, l_i[:, None])",
+        "kernels/portable/kernel.py",
+        "fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)",
+        "fold_split(acc, m_i, total(l_i), whole_acc, whole_m, whole_l[:, None])",
         "kernels/test_invariance.py",
     ),
     "the last partial of a second launch left out": Mutant(
-        "kernels/split_kv/schedule.py",
+        "kernels/portable/schedule.py",
         "number = (unit + num_units - 1) // size - first_partition + 1",
         "number = (unit + num_units - 1) // size - first_partition",
         BY_A_SECOND_LAUNCH + "[decode-True]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
-        "kernels/block/kernel.py",
-        "                page = next_page\n                if (tile + 1) % TILES == 0:",
-        "                page = next_page\n                if (tile + 2) % TILES == 0:",
+        "kernels/portable/kernel.py",
+        "if ((tile + 1) % TILES == 0) | (tile == stop - 1):",
+        "if ((tile + 1 + (not F.PARTITIONED)) % TILES == 0) | (tile == stop - 1):",
         HOW_SPLIT,
     ),
     # mla/
@@ -485,7 +484,7 @@ IN_INTERPRETER = {
         ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
     ),
     "Hopper: partials past the scratch": Mutant(
-        CUTS, "(stop <= CUT_SLOTS)", "(stop <= 2 * CUT_SLOTS)", CUT + "what_does_not_fit_is_not_cut"
+        ROW_BLOCKS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
@@ -673,7 +672,7 @@ OUTSIDE = {
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        "kernels/hopper/work_tile.py", "gl.maximum(gl.minimum(end, seq_len), 0)", "gl.maximum(end, 0)", SCHEDULER
+        ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
     "plans with more scratch than their corners": Mutant(
         "plan.py",

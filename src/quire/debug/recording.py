@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from quire import api, errors
+from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks.attention import NewTokens, check_attention
 from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, units_read
 from quire.debug.memory import describe, indexed
-from quire.dispatch.device import device_properties, interprets
+from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.errors import check_flag, check_integer
 from quire.launch_codec import encode
 from quire.norm_rope import QKNorm, Rope
@@ -41,6 +42,9 @@ def record(path: Path | str, *, contents: bool = False, skip: int = 0) -> Iterat
         contents: also write the numbers of the queries, and of the pages that the batch reads. Without them, a replay
             uses random numbers.
         skip: calls to pass over before one is recorded.
+
+    Warns:
+        UserWarning: a kernel wrote to the lengths, and `plan.update()` was not called; or no call was recorded.
 
     Raises:
         TypeError: an argument is of another type.
@@ -105,7 +109,24 @@ class Recording:
                 self.skip -= 1
                 return
             self.is_done = True
+            warn_if_stale(arguments[2].batch)
             call_of(self.contents, *arguments).write(self.path)
+
+
+def warn_if_stale(batch: Batch) -> None:
+    """Warn if lengths are not those that a schedule was found for, and no launch would notice. Waits for the device."""
+    if is_served_by_torch(batch.device):
+        return
+    from quire.kernels.scheduler import schedulers_for  # which imports Triton
+
+    stale = [scheduler for scheduler in schedulers_for(batch) if scheduler.is_stale()]
+    if stale:
+        warnings.warn(
+            "seq_lens and the batch's other lengths must be written by PyTorch or be followed by plan.update(), got "
+            "values that a kernel wrote unnoticed, for which results are NaN; call plan.update() after that kernel. "
+            "The recorded call reads them again",
+            stacklevel=4,
+        )
 
 
 def save(

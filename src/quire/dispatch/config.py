@@ -106,7 +106,7 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One configuration of the block and split-KV kernels.
+    """One configuration of the portable kernel.
 
     Attributes:
         block_m: rows (query token, query head) of one program; a power of two from 16.
@@ -116,7 +116,7 @@ class KernelConfig:
         full_tile_loop: process full tiles, of which every row sees every key, in a separate loop, without masks.
             This is faster where arithmetic is the limit. Where memory is the limit, one loop is faster, since it keeps
             the loads of the next tile in flight from the first tile to the last.
-        programs_per_sm: programs that one SM is expected to hold at once. The split-KV kernel starts that many.
+        programs_per_sm: programs that one SM is expected to hold at once. Partitions are as many.
         block_d: head_dim, padded to a power of two.
         block_dv: head_dim_v, padded to a power of two.
         waves_per_eu: AMD: waves that a SIMD must hold at once, for which the compiler saves registers; 0 leaves it to
@@ -213,7 +213,7 @@ class CostModel:
     They change the speed of a result and the order of its sums, nothing else.
 
     A tile is `KernelConfig.block_n` keys of one sequence (`HopperConfig.block_n` in the fields that begin with
-    `hopper`). A partition is what one program of the split-KV kernel attends to. A partial is the state that a program
+    `hopper`). A partition is what one program of the portable kernel attends to. A partial is the state that a program
     leaves of a block of rows that other programs attend to as well. Combining reduces a block's partials to its result.
 
     Attributes:
@@ -227,7 +227,7 @@ class CostModel:
         early_exit_max_tiles: a program whose partition has at most this many tiles lets the next kernel in the stream
             start before it combines (programmatic dependent launch). After longer partitions, the next kernel's
             programs would take the SMs that finish first.
-        full_tile_loop_min_tiles: a program of the split-KV kernel has a full-tile loop only where it has more than this
+        full_tile_loop_min_tiles: a program that has partitions has a full-tile loop only where it has more than this
             many tiles of a block.
         two_level_min_partials: a block's partials are combined in two levels if there are more of them than this; for
             blocks of a single query, than twice this.

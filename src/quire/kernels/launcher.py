@@ -185,6 +185,7 @@ class Kernel:
         """Launch the kernel through Triton's binder, and keep what it compiles under `key`.
 
         If another plan has launched it with arguments of the same kinds, this launch does not need the binder either.
+        Where kernels are only compiled, it is not launched: the schedule that it would read was not found either.
         """
         kernel, (tensors, fixed, meta, descriptors, boxes) = self.function, arguments
         positional = *tensors, *descriptors, *fixed
@@ -194,7 +195,7 @@ class Kernel:
         constants = [id(value) if callable(value) else value for value in meta.values()]
         made_for = id(kernel), kinds_of(asked), boxes, *meta, *map(type, meta.values()), *constants  # True is no 1
         found = SHARED.get(made_for)
-        if found is not None:
+        if found is not None and cross_compilation() is None:
             keep(self.compiled, key, found._replace(fixed=passed))
             matrices = [(d.base.data_ptr(), Matrix(tuple(d.shape), tuple(d.strides))) for d in descriptors]
             if self.relaunch(key, grid, [*address_of(tensors)], matrices):

@@ -1,7 +1,7 @@
 """The steps of paged attention: find the rows and the pages, load, and attend to one tile of keys.
 
-Each step is a jit function; the block and split-KV kernels are sequences of them, and of those of `states.py`, which
-say what becomes of the running state.
+Each step is a jit function; the portable kernel is a sequence of them, and of those of `states.py`, which say what
+becomes of the running state.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,10 @@ from quire.kernels.states import encode, softmax_step
 
 
 class Tiling(NamedTuple):
-    """Compile-time constants of a tile of keys. A kernel builds one tuple and passes it as one constexpr."""
+    """Compile-time constants of row blocks and tiles of keys. The kernel builds one tuple, which is one constexpr."""
 
+    GROUP: Any  # rows of a query token
+    BLOCK_M: Any  # rows of a row block
     BLOCK_N: Any  # keys of a tile
     PAGE_SIZE: Any
     HEAD_DIM: Any
@@ -34,6 +36,10 @@ class Tiling(NamedTuple):
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
     STRIDE_UNIT: Any  # of `views.stride_unit`
     WAIT: Any  # finish the products with values in the iteration that begins them
+    NEW_TOKENS: Any  # most new tokens of a sequence; 0 where a step writes none
+    ENCODE: Any  # jit function from float32 to stored elements; None if the cache is not quantised
+    ROTARY_DIM: Any  # columns of a head that are rotated; None without rotation and norm
+    INTERLEAVED: Any  # pairs of them are (2i, 2i + 1)
 
 
 class Scoring(NamedTuple):
@@ -62,6 +68,44 @@ class Sight(NamedTuple):
     end: Any  # int32, the key after its last; in a tree, the first draft
     bits: Any  # int64, bit j for draft j; None without a tree
     first_draft: Any  # position of draft 0 among the keys
+
+
+class Inputs(NamedTuple):
+    """What a program reads, whichever row block it attends with."""
+
+    q_ptr: Any  # [num_tokens, num_q_heads, HEAD_DIM]
+    stride_q_token: Any
+    stride_q_head: Any
+    slopes_ptr: Any  # [num_q_heads], or None
+    cache: Any  # views.CacheTensors
+    new: Any  # views.NewTokens, or None
+    norm_rope: Any  # views.NormRope, or None
+    kv: Any  # views.KVLayout
+    cu_seqlens_q: Any  # [num_seqs + 1] int32, or None
+    stride_table: Any
+    kv_head: Any
+    scoring: Any
+
+
+class Keys(NamedTuple):
+    """The keys that a row block reads: those that any row of its sequence sees, or any of its own rows.
+
+    Others may be in freed pages and hold NaN: they must not be read.
+    """
+
+    table: Any  # from `table_row`
+    start: Any
+    stop: Any
+
+
+class RowBlock(NamedTuple):
+    """A row block, as its tiles of keys need it."""
+
+    q: Any  # from `load_queries`
+    rows: Any
+    sight: Any
+    slopes: Any  # ALiBi slope of each row, or None
+    keys: Any
 
 
 @triton.jit
@@ -103,26 +147,37 @@ def load_intervals(kv, rows, first_pos, seq_len):
 
 
 @triton.jit
-def keys_of_rows(kv, rows, begin, end, bits, first_pos, q_len, seq_len):
-    """Return which keys the rows of a row block see, with intervals from `load_intervals`.
+def keys_of_rows(rows, sight, first_row, first_pos, q_len, seq_len, scoring, GROUP: tl.constexpr):
+    """Return which keys the rows of a row block see.
 
     Returns:
         kv_start, kv_stop: the keys that any row sees; for a tree, up to the last draft.
         full_start, full_stop: the keys that every row sees.
     """
-    full_start = tl.max(tl.where(rows.owned, begin, 0), 0)
-    if kv.tree_bits is None:
-        seen = rows.owned & (begin < end)
-        kv_start = tl.min(tl.where(seen, begin, 2147483647), 0)
-        kv_stop = tl.max(tl.where(seen, end, 0), 0)
-        full_end = end
+    if sight.begin is None:
+        NUM_ROWS: tl.constexpr = rows.owned.shape[0]
+        low_pos = first_pos + first_row // GROUP
+        high_pos = first_pos + (tl.minimum(first_row + NUM_ROWS, q_len * GROUP) - 1) // GROUP
+        kv_start = tl.maximum(low_pos - scoring.window_left, 0)
+        kv_stop = tl.maximum(tl.minimum(high_pos + scoring.window_right + 1, seq_len), 0)
+        full_start = high_pos - scoring.window_left
+        full_stop = tl.minimum(low_pos + scoring.window_right + 1, seq_len)
     else:
-        # Like a causal row, a row of a tree sees the keys before the drafts, and the drafts up to the first gap.
-        kv_start = tl.maximum(tl.min(tl.where(rows.owned, tl.minimum(begin, end), 2147483647), 0), 0)
-        kv_stop = tl.maximum(tl.minimum(first_pos + q_len, seq_len), 0)
-        full_end = tl.minimum(first_pos + trailing_ones(bits), seq_len)
-    full_stop = tl.min(tl.where(rows.owned, full_end, 2147483647), 0)
-    return tl.minimum(kv_start, kv_stop), kv_stop, full_start, full_stop
+        full_start = tl.max(tl.where(rows.owned, sight.begin, 0), 0)
+        if sight.bits is None:
+            seen = rows.owned & (sight.begin < sight.end)
+            kv_start = tl.min(tl.where(seen, sight.begin, 2147483647), 0)
+            kv_stop = tl.max(tl.where(seen, sight.end, 0), 0)
+            full_end = sight.end
+        else:
+            # Like a causal row, a row of a tree sees the keys before the drafts, and the drafts up to the first gap.
+            first = tl.minimum(sight.begin, sight.end)
+            kv_start = tl.maximum(tl.min(tl.where(rows.owned, first, 2147483647), 0), 0)
+            kv_stop = tl.maximum(tl.minimum(first_pos + q_len, seq_len), 0)
+            full_end = tl.minimum(first_pos + trailing_ones(sight.bits), seq_len)
+        full_stop = tl.min(tl.where(rows.owned, full_end, 2147483647), 0)
+        kv_start = tl.minimum(kv_start, kv_stop)
+    return kv_start, kv_stop, tl.maximum(full_start, 0), tl.maximum(full_stop, 0)
 
 
 @triton.jit
@@ -185,6 +240,12 @@ def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
+def pages_of_tile(keys, tile, T: tl.constexpr):
+    """Return what `find_pages` does of a tile, by its number."""
+    return find_pages(keys.table, tile * T.BLOCK_N, keys.start, keys.stop, T.PAGE_SIZE, T.BLOCK_N)
+
+
+@triton.jit
 def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """Return the offsets of a head's elements, which are stored as vectors of VEC contiguous elements."""
     if VEC * 2 > BLOCK:  # a head is contiguous
@@ -193,28 +254,27 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_queries(
-    ptrs, owned, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED_FP8: tl.constexpr,
-    token=None, norm_rope=None, ROTARY_DIM: tl.constexpr = None, INTERLEAVED: tl.constexpr = False,
-):  # fmt: skip
-    """Load the queries of a row block, whose rows begin at `ptrs`; with `norm_rope`, rotate them by their tokens.
+def load_queries(inputs, rows, T: tl.constexpr):
+    """Load the queries of a row block; with `norm_rope`, rotate them by their tokens.
 
     They are a tuple of panels. With PACKED_FP8, it is what `scale_to_float16` returns of even and odd columns.
     """
-    EACH: tl.constexpr = 2 if PACKED_FP8 else 1
-    columns, q = columns_of(HEAD_DIM, EACH, owned.shape[0]), ()
+    ptrs = inputs.q_ptr + rows.token * in_units(inputs.stride_q_token, T.STRIDE_UNIT)
+    ptrs += rows.head.to(tl.int64) * in_units(inputs.stride_q_head, T.STRIDE_UNIT)
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1
+    columns, q = columns_of(T.HEAD_DIM, EACH, T.BLOCK_M), ()
     for i in tl.static_range(len(columns)):
-        if ROTARY_DIM is None:
-            keep = owned[:, None] & (columns[i] < HEAD_DIM)[None, :]
+        if T.ROTARY_DIM is None:
+            keep = rows.owned[:, None] & (columns[i] < T.HEAD_DIM)[None, :]
             q = q + (tl.load(ptrs[:, None] + columns[i][None, :], mask=keep, other=0.0),)
         else:
             q = q + (
                 load_rotated(
-                    ptrs, owned, token, norm_rope.q_weight, norm_rope, columns[i], HEAD_DIM, BLOCK_D, ROTARY_DIM,
-                    INTERLEAVED,
+                    ptrs, rows.owned, rows.token, inputs.norm_rope.q_weight, inputs.norm_rope, columns[i], T.HEAD_DIM,
+                    T.BLOCK_D, T.ROTARY_DIM, T.INTERLEAVED,
                 ),
             )  # fmt: skip
-    if PACKED_FP8:
+    if T.PACKED_FP8:
         q = scale_to_float16(q)
     return q
 
@@ -236,31 +296,22 @@ def scale_to_float16(q):
 
 
 @triton.jit
-def attend_tile(
-    acc, m_i, l_i, q, cache, kv, kv_head, page, pos, rows, sight, slopes, kv_start, kv_stop, scoring,
-    T: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED: tl.constexpr):
     """Fold the tile of keys that begins at position `pos` into the state.
 
     Args:
         acc, m_i, l_i: the running state.
-        q: from `load_queries`.
-        cache: views.CacheTensors.
-        kv: views.KVLayout.
-        kv_head: KV head.
         page: page of each key, from `find_pages`.
         pos: position of the tile's first key.
-        rows: Rows.
-        sight: Sight.
-        slopes: ALiBi slope of each row, or None.
-        kv_start, kv_stop: the keys that any row of the sequence sees, or of the row block. Others may be in freed
-            pages and hold NaN: they must not be read.
-        scoring: Scoring.
+        block: RowBlock.
+        inputs: Inputs.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
     """
+    q, rows, sight, slopes, keys = block
+    cache, kv, kv_head, scoring = inputs.cache, inputs.kv, inputs.kv_head, inputs.scoring
     kv_pos = pos + tl.arange(0, T.BLOCK_N)
-    keep = (kv_pos >= kv_start) & (kv_pos < kv_stop)  # 0 * NaN is NaN
+    keep = (kv_pos >= keys.start) & (kv_pos < keys.stop)  # 0 * NaN is NaN
     if T.BLOCK_N % T.PAGE_SIZE == 0:
         slot = tl.arange(0, T.BLOCK_N) % T.PAGE_SIZE  # the same in every tile
     else:
@@ -332,35 +383,33 @@ def wait_for(acc):
 
 
 @triton.jit
-def write_new(
-    new, norm_rope, cache, kv, first, count, kv_head, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
+def write_new(inputs, first, count, T: tl.constexpr):
     """Write the keys and values of `count` tokens from the `first`-th on into their slots, for one KV head.
 
     With `norm_rope`, the keys are rotated. The bytes are those of `write_kv`. The caller reads them after a barrier.
     """
-    i = tl.arange(0, NEW_TOKENS)
+    new, norm_rope, cache, kv = inputs.new, inputs.norm_rope, inputs.cache, inputs.kv
+    i = tl.arange(0, T.NEW_TOKENS)
     # A token's number is not negative, so this adds 0. The compiler cannot know that. So it computes addresses again
     # for each sequence, and does not keep them in registers.
-    kv_head = (kv_head + tl.minimum(first, 0)).to(tl.int64)
+    kv_head = (inputs.kv_head + tl.minimum(first, 0)).to(tl.int64)
     token = (first + i).to(tl.int64)
     position = tl.load(new.slot_mapping + token, mask=i < count, other=-1)
     k_ptrs = new.k + token * new.k_token + kv_head * new.k_head
-    if ROTARY_DIM is None:
+    if T.ROTARY_DIM is None:
         k = load_rows(k_ptrs, i < count, T.HEAD_DIM, T.BLOCK_D)
     else:
         k = load_rotated(
             k_ptrs, i < count, token, norm_rope.k_weight, norm_rope, tl.arange(0, T.BLOCK_D), T.HEAD_DIM, T.BLOCK_D,
-            ROTARY_DIM, INTERLEAVED,
+            T.ROTARY_DIM, T.INTERLEAVED,
         )  # fmt: skip
     v = load_rows(new.v + token * new.v_token + kv_head * new.v_head, i < count, T.HEAD_DIM_V, T.BLOCK_DV)
-    if ENCODE is not None:
+    if T.ENCODE is not None:
         k_scale, v_scale = None, None
         if cache.k_scale is not None:
             k_scale = tl.load(cache.k_scale + kv_head * kv.scale_head)
             v_scale = tl.load(cache.v_scale + kv_head * kv.scale_head)
-        k, v = encode(k, k_scale, ENCODE), encode(v, v_scale, ENCODE)
+        k, v = encode(k, k_scale, T.ENCODE), encode(v, v_scale, T.ENCODE)
     page, slot = position // T.PAGE_SIZE, position % T.PAGE_SIZE
     k_rows = cache.k + page * kv.k_page + slot * kv.k_slot + kv_head * kv.k_head
     if kv.v_page is None:

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from quire.cache import PagedKVCache
 from quire.kernels.launch import Runner
-from quire.kernels.portable import PortableRunner
+from quire.kernels.portable.runner import PortableRunner
 
 VARIABLE = "QUIRE_NVTX"
 # Whether ranges are NVTX's too. Nsight Systems sets the second variable in the processes that it starts.

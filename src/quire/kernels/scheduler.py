@@ -60,6 +60,7 @@ class Scheduler:
 
     def __init__(self, launch: Scheduled, batch: Batch) -> None:
         self.launch, self.lengths = launch, Lengths(*lengths_of(batch))
+        self.device = batch.device
         self.read = [tensor for tensor in self.lengths if tensor is not None]
         self.has_versions = not any(tensor.is_inference() for tensor in self.read)
         self.kernel: Kernel | None = None
@@ -72,15 +73,12 @@ class Scheduler:
         Args:
             asked: as `Scheduled.search` takes it.
         """
-        device = self.lengths.seq_lens.device
-        # An inference tensor does not count what is written to it.
-        versions = (tensor._version for tensor in self.read) if self.has_versions else (object(),)
-        wanted = asked, capture_id(device), *versions
+        wanted = asked, capture_id(self.device), *self.versions()
         if wanted == self.found:
             return False
         search = self.launch.search(asked)
         if self.tensors is None or wanted[:2] != self.found[:2]:
-            memory = torch.empty(sum(search.sizes), dtype=torch.int32, device=device)
+            memory = torch.empty(sum(search.sizes), dtype=torch.int32, device=self.device)
             parts = memory.split(search.sizes)
             self.tensors = tuple(part if size else None for part, size in zip(parts, search.sizes, strict=True))
         self.kernel = self.kernel or Kernel(search.kernel)
@@ -89,9 +87,23 @@ class Scheduler:
         self.found = wanted
         return True
 
+    def versions(self) -> list[object]:
+        """Return how often PyTorch wrote to each of the lengths. An inference tensor does not count what is written."""
+        return [tensor._version for tensor in self.read] if self.has_versions else [object()]
+
     def forget(self) -> None:
         """Let the schedule be found again, in the memory where it is."""
         self.found = self.found[:2]
+
+    def is_stale(self) -> bool:
+        """Find the schedule again if the next launch would not; return whether it is another one. Waits for the GPU."""
+        if self.tensors is None or list(self.found[2:]) != self.versions():
+            return False
+        known = [tensor.clone() for tensor in self.tensors if tensor is not None]
+        self.forget()
+        self.find(self.found[0])
+        found = (tensor for tensor in self.tensors if tensor is not None)
+        return not all(map(torch.equal, known, found))
 
 
 def lengths_of(batch: Batch) -> tuple[torch.Tensor | None, ...]:
@@ -109,8 +121,6 @@ def scheduler_of(launch: Scheduled, batch: Batch) -> Scheduler:
     return found
 
 
-def forget_schedules(batch: Batch) -> None:
-    """Let all schedules for a batch's lengths be found again, each before the next launch that reads it."""
-    for scheduler in list(SCHEDULERS.values()):
-        if scheduler.lengths.seq_lens is batch.seq_lens:
-            scheduler.forget()
+def schedulers_for(batch: Batch) -> list[Scheduler]:
+    """Return all schedules for a batch's lengths."""
+    return [scheduler for scheduler in list(SCHEDULERS.values()) if scheduler.lengths.seq_lens is batch.seq_lens]

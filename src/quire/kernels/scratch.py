@@ -1,7 +1,7 @@
 """The scratch of a launch, in one workspace. Plans that do not run at the same time may use the same workspace.
 
 A workspace begins with counters, which are 0 between launches: one cache line for the Hopper kernel's tile counter, the
-arrival counters of the split-KV kernel, and on Hopper GPUs those of the Hopper kernel. Float32 states follow.
+arrival counters of the portable kernel, and on Hopper GPUs those of the Hopper kernel. Float32 states follow.
 """
 
 from functools import cache, lru_cache
@@ -13,7 +13,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import cdiv
 
 TILE_COUNTER_BYTES = 128  # one cache line
-MAX_PROGRAMS_PER_SM = 16  # no plan has more programs of the split-KV kernel per SM
+MAX_PROGRAMS_PER_SM = 16  # no plan has more programs of the portable kernel, with partitions, per SM
 CUT_WARPGROUPS_PER_SM = 4  # for whose partials the Hopper kernel has slots
 
 
@@ -55,7 +55,7 @@ class Part:
 def counter_bytes(device: DeviceProperties, num_programs: int) -> int:
     """Return the bytes of all counters, in full cache lines.
 
-    There is room for the split-KV kernel's programs, or for the most that plans have, if that is more. So the
+    There is room for the programs that have partitions, or for the most that plans have, if that is more. So the
     place of the states, whose alignment changes the compiled kernel, does not depend on the batch.
     """
     of_split_kv = 128 * cdiv(max(MAX_PROGRAMS_PER_SM * device.num_sms, num_programs), 16)

@@ -95,7 +95,7 @@ class KVLayout(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """The schedule of the split-KV kernel, and its scratch: partials of row blocks that are cut, and arrival counters.
+    """A schedule, and the scratch: partials of row blocks that are cut, and arrival counters.
 
     A partition has two slots: one for the row block that it enters midway, one for the row block that it leaves
     unfinished. With fixed splits, each split has one slot.
@@ -105,8 +105,8 @@ class Partials(NamedTuple):
     m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum as a base-2 exponent
     l_i: Any  # same shape, sum of exponentials relative to m_i
     counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches, by the slots of partials
-    parts: Any = None  # [num_partitions, PART_FIELDS] int32, `split_kv.schedule.Part`
-    cuts: Any = None  # [num_row_blocks, CUT_FIELDS] int32, `split_kv.schedule.Cut`; None without a second launch
+    parts: Any = None  # [num_partitions, PART_FIELDS] int32, `portable.schedule.Part`
+    cuts: Any = None  # [num_row_blocks, CUT_FIELDS] int32, `portable.schedule.Cut`; None without a second launch
 
 
 class Matrix(NamedTuple):

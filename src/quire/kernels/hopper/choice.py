@@ -14,9 +14,9 @@ from quire.kernels.hopper.launch import (
     is_wide,
     width_of_part,
 )
-from quire.kernels.split_kv.choice import choose as choose_portable
-from quire.kernels.split_kv.choice import fills, has_one_split, is_tiny, rounded
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
+from quire.kernels.portable.choice import choose as choose_portable
+from quire.kernels.portable.choice import fills, has_one_split, is_tiny, rounded
+from quire.kernels.portable.launch import FIXED_SPLIT_SIZE
 from quire.spec import AttentionSpec
 
 MAX_FITTED_HEAD_DIM = 256  # columns of heads on which trees were fitted
@@ -315,7 +315,7 @@ def with_decode_launch(launch: HopperLaunch, costs: CostModel, batch_invariant: 
     num_tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, num_tokens))
     decode, _ = choose_portable(decoding, Options(batch_invariant=batch_invariant), max_queries)
-    if not isinstance(decode, SplitKVLaunch) or (not batch_invariant and is_tiny(decode, request.num_seqs)):
+    if not decode.num_partitions or (not batch_invariant and is_tiny(decode, request.num_seqs)):
         return launch
     return replace(launch, decode=decode)
 

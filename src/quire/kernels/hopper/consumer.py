@@ -18,12 +18,21 @@ from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import Products, Sight, scaled
-from quire.kernels.hopper.work_tile import ROWS, load_intervals, read_cut, read_range, read_work_tile
+from quire.kernels.hopper.work_tile import (
+    ROWS,
+    load_intervals,
+    publish_poison,
+    read_cut,
+    read_poison,
+    read_range,
+    read_work_tile,
+)
 
 
 @gluon.jit
-def consume(WG: gl.constexpr, memory, scoring, outputs, config):
+def consume(WG: gl.constexpr, memory, planned, scoring, outputs, config):
     """Attend to work tiles until there are none left. Each consumer warpgroup runs this."""
+    publish_poison(memory.published, WG, planned, config.Q_STAGES)  # while the first tiles are loaded
     own = rows_of_warpgroup(WG, memory, config)
     work_i = 0
     tile_i = 0
@@ -66,6 +75,7 @@ def consume_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs
         state = attend_work_tile(products, memory, config)
     if config.INTERVALS or outputs.out_scale_ptr is not None:  # registers are scarce in the loop
         work, own = read_work_tile(memory.published, stage, own.FIRST_TOKEN), own.computed_here()
+    state = State(state.accs, state.m_i, state.l_i + read_poison(memory.published, own.WG, config.Q_STAGES))
     if outputs.v_scale_ptr is not None:
         v_scale = gl.load(outputs.v_scale_ptr + work.head // config.GROUP * outputs.stride_scale)
         state = State(scaled(state.accs, v_scale), state.m_i, state.l_i)

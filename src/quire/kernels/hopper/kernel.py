@@ -22,6 +22,7 @@ from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.memory import allocate, allocate_stored
 from quire.kernels.hopper.producer import Sources, produce
 from quire.kernels.hopper.results import Outputs
+from quire.kernels.hopper.schedule import Planned
 from quire.kernels.hopper.softmax import Scoring
 from quire.kernels.hopper.tile_scheduler import Batch, Division
 from quire.kernels.primitives import in_units
@@ -61,6 +62,7 @@ def registers_of_three(gathers, fp8_mma, intervals, cuts_narrow):
     do_not_specialize=[
         "last_part",
         "max_decode_queries",
+        "num_seqs",
         "section",
         "stride_lse",
         "stride_table",
@@ -80,6 +82,7 @@ def hopper_kernel(
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
     kv,  # views.KVLayout
     places, summary,  # of `tile_scheduler.Batch`
+    planned, seq_lens, cu_seqlens_q, query_offsets, num_seqs,  # `schedule.Planned`
     tile_counter,  # [1] int32 of `queue.py`, 0 between launches
     partials, arrivals,  # float32 scratch and int32 counters, which are 0 between launches; None without CUT_SLOTS
     scale, softcap, window_left, window_right,
@@ -124,6 +127,7 @@ def hopper_kernel(
     )  # fmt: skip
     sources = Sources(q_desc, k_source, v_source, k_tile_desc, v_tile_desc)
     batch = Batch(kv, places, summary, window_left, window_right)
+    planned = Planned(planned, seq_lens, cu_seqlens_q, query_offsets, num_seqs)
     division = Division(tile_counter, num_splits, section, stride_table, last_part, outputs.lse_ptr, stride_lse)
     # The lists after the functions: warps and registers of all but the first.
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if KV_BOX == 0 else 1
@@ -131,7 +135,7 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
                 (produce, (memory, sources, batch, division, config)),
             ],
             [PRODUCER_WARPS],
@@ -141,8 +145,8 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
-                (consume, (1, memory, scoring, outputs, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
+                (consume, (1, memory, planned, scoring, outputs, config)),
                 (produce, (memory, sources, batch, division, config)),
             ],
             [4, PRODUCER_WARPS],
@@ -153,8 +157,8 @@ def hopper_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (consume, (0, memory, scoring, outputs, config)),
-                (consume, (1, memory, scoring, outputs, config)),
+                (consume, (0, memory, planned, scoring, outputs, config)),
+                (consume, (1, memory, planned, scoring, outputs, config)),
                 (convert, (stored, memory, batch, config)),
                 (produce, (stored, sources, batch, division, config)),
             ],

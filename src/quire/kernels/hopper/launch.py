@@ -13,9 +13,8 @@ from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
-from quire.kernels.portable import PortableLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
-from quire.kernels.split_kv.launch import SplitKVLaunch
 from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
 from quire.spec import AttentionSpec
 
@@ -57,7 +56,7 @@ class HopperLaunch:
     config: HopperConfig
     fallback: PortableLaunch
     num_splits: int = 1
-    decode: SplitKVLaunch | None = None
+    decode: PortableLaunch | None = None
     section_heads: int | None = None
     fixed_split_size: int = 0
     column_parts: int = 1
@@ -210,24 +209,23 @@ class HopperLaunch:
 
     def search(self, asked: tuple[int, int]) -> "Search":
         """Return the launch that finds the schedule, for tiles of so many keys and so many programs."""
-        from quire.kernels.hopper.schedule import FIELDS, PLACES, find_row_blocks
+        from quire.kernels.hopper.schedule import FIELDS, PLACES, hopper_schedule_kernel
         from quire.kernels.scheduler import Search
 
         (block_n, num_programs), request = asked, self.request
         fixed = (
             *request.spec.window, request.num_seqs, self.max_decode_queries, num_programs, self.work_tiles_each,
-            self.cut_slots, self.max_places,
+            self.cut_slots, self.max_places, int(self.is_mixed), self.config.block_t, block_n,
         )  # fmt: skip
-        sizes = self.max_places * FIELDS.value, 3
-        meta = self.schedule_constexprs() | {"BLOCK_N": block_n}
-        return Search(find_row_blocks, cdiv(self.max_places, PLACES.value), sizes, fixed, meta)
+        sizes = self.max_places * FIELDS.value, 3, 3 * request.num_seqs
+        return Search(
+            hopper_schedule_kernel, cdiv(self.max_places, PLACES.value), sizes, fixed, self.schedule_constexprs()
+        )
 
     def schedule_constexprs(self) -> dict[str, Any]:
-        """Return the constexprs and compiler options of the launch that finds the schedule, but for its tile."""
-        return {
-            "BLOCK_T": self.config.block_t, "CUTS": self.cut_slots > 0, "MIXED": self.is_mixed, "PDL": True,
-            "num_warps": 4, "launch_pdl": True,
-        }  # fmt: skip
+        """Return the constexprs and compiler options of the launch that finds the schedule."""
+        tokens = tree.power_of_two(self.config.block_t) if self.request.has_intervals else 0
+        return {"TOKENS": tokens, "PDL": True, "num_warps": 4, "launch_pdl": True}
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
@@ -235,7 +233,7 @@ class HopperLaunch:
         # Of states, which are float32, Triton asks whether 16 divides the strides of heads.
         states = () if self.num_splits == 1 else (self.num_splits * self.request.spec.head_dim_v % 16 == 0,)
         keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
-        keys.add(key_of("find_row_blocks", self.request.has_intervals, **self.schedule_constexprs()))
+        keys.add(key_of("hopper_schedule", **self.schedule_constexprs()))
         if states:
             keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()

@@ -17,7 +17,7 @@ class Memory(NamedTuple):
     q: Any  # SmemPipeline
     k: Any
     v: Any
-    published: Any  # [Q_STAGES * WORDS, 1] int32
+    published: Any  # [Q_STAGES * WORDS + WARPGROUPS, 1] int32: `work_tile.py` says what the last ones are
 
 
 @gluon.constexpr_function
@@ -50,7 +50,7 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
         v = make_pipeline(element, COLUMNS_V, BLOCK_N, config.STAGES, RELEASES)
     else:
         v = make_pipeline(element, BLOCK_N, COLUMNS_V, config.STAGES, RELEASES, V_COPYING, V_IN_PIECES, V_IN_PIECES)
-    published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS, 1], FLAT)
+    published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS + config.WARPGROUPS, 1], FLAT)
     return Memory(q, k, v, published)
 
 

@@ -165,7 +165,7 @@ class HopperRunner:
         absent = () if second else (None, None)
         scratch = self.tile_counter, self.partials, self.arrivals
         assert self.placed is not None
-        fixed = *absent, kv, *self.placed, *scratch, *numbers, *strides
+        fixed = *absent, kv, *self.placed, *self.scheduler.lengths[:3], batch.num_seqs, *scratch, *numbers, *strides
         return Arguments(tensors, fixed, meta, descriptors, boxes)
 
 

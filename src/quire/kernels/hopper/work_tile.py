@@ -9,6 +9,9 @@ sequence has.
 The producer warp publishes the fields of a work tile in shared memory, where the consumer warpgroups read them. With
 intervals of keys, it also publishes the `Range`. So all warps of a program agree on which tiles there are, and which of
 them need masks.
+
+After the work tiles is a number for each consumer warpgroup, which is added to the sums of its rows: NaN if the row
+blocks were found for other lengths than those of now.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
+SEQS = gl.constexpr(128)  # sequences that are compared in one step
+NAN = gl.constexpr(0x7FC00000)
 FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
 
@@ -50,6 +55,33 @@ class Cut(NamedTuple):
     shift: Any  # there are 1 << shift splits of the row block; one if it is whole
     first_slot: Any  # of the partials of the row block's heads that the work tile has
     split: Any  # which of them this work tile is
+
+
+@gluon.jit
+def publish_poison(published, wg: gl.constexpr, planned, Q_STAGES: gl.constexpr):
+    """Compare the lengths of all sequences with those that row blocks were found for, and write NaN if they differ."""
+    EVERY_WARP: gl.constexpr = gl.BlockedLayout([SEQS // 32], [32], [gl.num_warps()], [0])  # holds all
+    i = gl.arange(0, SEQS, EVERY_WARP)
+    differ = i != i
+    for first in range(0, planned.num_seqs, SEQS):
+        seqs = first + i
+        inside = seqs < planned.num_seqs
+        was = planned.lengths + 3 * seqs
+        differ |= gl.load(planned.seq_lens + seqs, inside, 0) != gl.load(was, inside, 0)
+        differ |= gl.load(planned.cu_seqlens_q + seqs + 1, inside, 0) != gl.load(was + 1, inside, 0)
+        if planned.query_offsets is not None:
+            differ |= gl.load(planned.query_offsets + seqs, inside, 0) != gl.load(was + 2, inside, 0)
+    word = gl.where(gl.max(differ.to(gl.int32), 0) > 0, NAN, 0)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    published.index(Q_STAGES * WORDS + wg).store(gl.full([1], word, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_poison(published, wg: gl.constexpr, Q_STAGES: gl.constexpr):
+    """Return the number that `publish_poison` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    word = gl.max(published.index(Q_STAGES * WORDS + wg).load(LAYOUT), 0)
+    return word.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

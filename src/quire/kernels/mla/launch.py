@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -14,9 +14,9 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import padded, power_of_two
 from quire.kernels.launch import constexprs_of
-from quire.kernels.portable import FOUND_NOW, KernelRunner
-from quire.kernels.split_kv.choice import MAX_UNITS, min_partition_tiles, rounded
-from quire.kernels.split_kv.launch import FIXED_SPLIT_SIZE, SplitKVLaunch
+from quire.kernels.portable.choice import MAX_UNITS, min_partition_tiles, rounded
+from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
+from quire.kernels.portable.runner import FOUND_NOW, KernelRunner
 from quire.spec import AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
@@ -27,11 +27,13 @@ BANDS_PER_PROGRAM = 4  # partitions per place on the device, where sequences hav
 
 
 @dataclass(frozen=True)
-class MLALaunch(SplitKVLaunch):
+class MLALaunch(PortableLaunch):
     """Each program owns one row block of a band and an equal partition of the batch's tiles.
 
     A band is `row_blocks` row blocks of one sequence, whose programs run side by side and read the same latents.
     """
+
+    kernel: ClassVar[str] = "mla"
 
     @property
     def name(self) -> str:
@@ -162,8 +164,8 @@ class MLARunner(KernelRunner):
             self.set_grid(q_nope.shape[0])
         if self.grid[0] == 0:
             return
-        found = self.find_schedule(self.decided.split_keys or self.decided.config.block_n)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, *found
+        found = self.find_schedule(self.decided.fixed_split_size or self.decided.config.block_n)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, found
         self.kernel(self.grid, tensors, None, self.arguments)
 
     def arguments(
@@ -254,8 +256,8 @@ def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
     launch = MLALaunch(
         request,
         config,
-        1,
         costs := tree.cost_model(spec, device),
+        num_partitions=1,
         combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
         fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
     )

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
-from quire.kernels.split_kv.schedule import Sequence, is_as_planned, load_sequence
+from quire.kernels.portable.schedule import Sequence, is_as_planned, load_sequence
 
 
 class Queries(NamedTuple):
@@ -93,9 +93,7 @@ class Target(NamedTuple):
 
     q_start: Any  # its first query token
     q_len: Any
-    poison: (
-        Any  # NaN if the lengths are not those of the schedule, else 0: added to sums of exponentials, or to a scale
-    )
+    poison: Any  # added to sums of exponentials, or to a scale: NaN if the schedule has other lengths, else 0
 
 
 # A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.

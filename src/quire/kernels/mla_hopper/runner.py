@@ -13,7 +13,7 @@ from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
-from quire.kernels.portable import FOUND_NOW
+from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E

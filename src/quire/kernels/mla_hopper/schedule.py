@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.mla_hopper import launch
-from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, TO_THE_END, load_sequence
+from quire.kernels.portable.schedule import CUT_FIELDS, PART_FIELDS, TO_THE_END, load_sequence
 
 ROWS, TILE = tl.constexpr(launch.ROWS), tl.constexpr(launch.TILE)
 SEQS = tl.constexpr(128)  # sequences that a program reads in one step

@@ -3,8 +3,10 @@
 All libraries get the same tensors.
 A library is timed only after a sample of its output has passed the error budget of the float64 oracle.
 A library that multiplies latents in fp8 has the budget of that arithmetic.
-Many calls are captured as one graph, so launch gaps do not count.
-Every call has its own page table, and no two tables share a page, so a warm L2 cache helps no library.
+At least as many calls as a model has layers are captured as one graph, so launch gaps do not count, and what a library
+does once per step, such as to find a schedule, counts once.
+Each call has another page table than the one before. No two tables share a page, and all come in turn, so a warm L2
+cache helps no library.
 The graphs of all libraries are replayed round-robin, so clock drift affects all of them alike.
 The order is another one in each round, so what runs before a library affects all of them alike too.
 The result is the median over the replays.
@@ -27,6 +29,9 @@ import torch
 from quire_tools.bench.case import Case, Layout
 from quire_tools.bench.inputs import Inputs, make_inputs
 from quire_tools.bench.sample import Sample
+
+LAYERS = 32  # of a model; a captured graph has as many calls, unless that takes longer than
+MOST_MICROS = 10_000.0
 
 Call = Callable[[], torch.Tensor | None]
 Planner = Callable[[torch.Tensor], Call]  # from a page table to a call
@@ -205,7 +210,8 @@ class Candidate:
     """A library whose result was right: its captured graph, and what was measured before.
 
     Attributes:
-        graph: one call for each page table.
+        graph: some calls for each page table.
+        num_calls: how many in all.
         calls: the captured calls, kept because they own the memory that the graph uses.
         error: see `Timing`, as the others.
         of_budget: see there.
@@ -215,6 +221,7 @@ class Candidate:
     """
 
     graph: torch.cuda.CUDAGraph
+    num_calls: int
     calls: Sequence[Call]
     error: float
     of_budget: float
@@ -267,8 +274,13 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
     calls = [plan(t) for t in inputs.tables]
     for each in calls[:2]:
         each()
-    graph = capture(calls)
-    return Candidate(graph, calls, verdict.error, verdict.out, scratch_bytes, call_micros, plan_micros)
+    graph, rounds = capture(calls), 1
+    wanted = min(-(-LAYERS // len(calls)), int(MOST_MICROS / replay(graph)))
+    if wanted > 1:
+        graph, rounds = capture([*calls] * wanted), wanted
+    return Candidate(
+        graph, rounds * len(calls), calls, verdict.error, verdict.out, scratch_bytes, call_micros, plan_micros
+    )
 
 
 def compare(
@@ -303,15 +315,15 @@ def compare(
             torch.cuda.synchronize()  # raises if the error has made the device unusable for this process
         if taken is not None:
             taken[peer.name] = time.perf_counter() - begun
-    timers = {name: partial(time_of_call, candidate, len(inputs.tables)) for name, candidate in ready.items()}
+    timers = {name: partial(time_of_call, candidate) for name, candidate in ready.items()}
     times = round_robin(timers, seconds)
     results |= {name: candidate.timing(case, times[name]) for name, candidate in ready.items()}
     return {peer.name: results[peer.name] for peer in peers}
 
 
-def time_of_call(candidate: Candidate, num_calls: int) -> float:
+def time_of_call(candidate: Candidate) -> float:
     """Replay a candidate's graph once, and return the time of one of its calls in µs."""
-    return replay(candidate.graph) / num_calls
+    return replay(candidate.graph) / candidate.num_calls
 
 
 def describe_error(error: BaseException) -> str:

@@ -5,9 +5,9 @@ A program loads its query and loops over the keys that it sees, BLOCK_N at a tim
 It looks up the page of each key and keeps a running softmax.
 What makes it slow, and what Quire's kernels do instead:
 
-* The heads of a group read the same keys, one program after the other. In `block/` one program has the rows of all.
+* The heads of a group read the same keys, one program after the other. A program of `portable/` has the rows of all.
 * One row is a product of a vector and a matrix, so the tensor cores are idle. They need 16 rows or more.
-* A long sequence is one long loop in one program. `split_kv/` divides the keys of the batch evenly among programs.
+* A long sequence is one long loop in one program. In `portable/`, programs have equal partitions of the keys.
 * The page of a key is loaded right before the key. `find_pages` runs one tile ahead.
 """
 

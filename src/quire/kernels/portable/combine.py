@@ -1,7 +1,7 @@
-"""The second launch: it combines the partials of row blocks after the split-KV kernel.
+"""The second launch: it combines the partials of row blocks after the portable kernel.
 
 One program that combines many partials, or tall ones, may take as long as attention itself. Here many programs share
-the rows and columns of a row block. They read which row block it is while the split-KV kernel ends.
+the rows and columns of a row block. They read which row block it is while the portable kernel ends.
 
 The states of batch-invariant splits are folded in key order. Each row and column of the fold is by itself, so a result
 has the bits that one program would compute.
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from quire.kernels.portable.schedule import load_cut
 from quire.kernels.primitives import find_rows
-from quire.kernels.split_kv.schedule import load_cut
 from quire.kernels.states import Outputs, combine_at_once, store_result
 
 
@@ -39,7 +39,7 @@ def combine_partials_kernel(
 ):  # fmt: skip
     SLICES: tl.constexpr = BLOCK_DV // COLUMNS
     pid = tl.program_id(0)
-    if PDL:  # whoever waits for this launch waits for the split-KV kernel too
+    if PDL:  # whoever waits for this launch waits for the portable kernel too
         if pid == 0:
             gdc_wait()
     columns = pid % SLICES * COLUMNS + tl.arange(0, COLUMNS)

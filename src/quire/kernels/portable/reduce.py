@@ -2,7 +2,7 @@
 
 A partial is the state of one row block over some of its keys: acc, m_i and l_i of `states.py`, as float32 in the
 plan's scratch. A slot of the scratch holds a partial of each lane. Lanes are the programs that share a partition: one
-for each KV head in the split-KV kernel, and one for each row block of a band in the MLA kernel.
+for each KV head in the portable kernel, and one for each row block of a band in the MLA kernel.
 
 A program that leaves a row block unfinished calls `store_and_arrive`. The last one then calls `store_combined`.
 """

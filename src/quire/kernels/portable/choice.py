@@ -1,4 +1,4 @@
-"""Which portable kernel serves a batch, with which configuration, and into how many partitions it is cut."""
+"""Which configuration of the portable kernel serves a batch, and into how many partitions the batch is cut."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,15 @@ from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.block.launch import BlockLaunch
 from quire.kernels.launch import once
-from quire.kernels.portable import loads_pairs
-from quire.kernels.split_kv.launch import FILLED, FIXED_SPLIT_SIZE, SplitKVLaunch, may_be_uneven, rounded_up
+from quire.kernels.portable.launch import (
+    FILLED,
+    FIXED_SPLIT_SIZE,
+    PortableLaunch,
+    loads_pairs,
+    may_be_uneven,
+    rounded_up,
+)
 from quire.spec import AttentionSpec
 
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
@@ -31,14 +36,14 @@ def rounded(request: Request) -> tuple[int, float, int, int]:
     return tree.rounded(request.spec, request.device, bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens)
 
 
-def propose(request: Request, options: Options) -> tuple[SplitKVLaunch | BlockLaunch, str] | str:
-    """Return a launch of one of the portable kernels and the reason; or, in words, what they do not serve."""
+def propose(request: Request, options: Options) -> tuple[PortableLaunch, str] | str:
+    """Return a launch of the portable kernel and the reason; or, in words, what it does not serve."""
     return "latents" if request.spec.latent else choose(request, options)
 
 
 @lru_cache(maxsize=1)
-def choose(request: Request, options: Options, max_decode_queries: int = 0) -> tuple[SplitKVLaunch | BlockLaunch, str]:
-    """Return a launch of one of the portable kernels, and the reason; `max_decode_queries` is of `SplitKVLaunch`.
+def choose(request: Request, options: Options, max_decode_queries: int = 0) -> tuple[PortableLaunch, str]:
+    """Return a launch of the portable kernel, and the reason; `max_decode_queries` is of `PortableLaunch`.
 
     The last choice is kept: the Hopper family asks for it before the portable one does.
     """
@@ -57,7 +62,7 @@ def choose(request: Request, options: Options, max_decode_queries: int = 0) -> t
         if taller is not None:
             in_pairs = choose_partitions(request, taller, costs, options, max_decode_queries)
             launch = replace(in_pairs, fallback=launch)
-    if isinstance(launch, SplitKVLaunch):
+    if launch.num_partitions:
         reason += (
             f", {launch.num_partitions} partitions for each of {spec.num_kv_heads} KV heads on {device.num_sms} SMs"
         )
@@ -169,22 +174,22 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
 
 def choose_partitions(
     request: Request, config: KernelConfig, costs: CostModel, options: Options, max_decode_queries: int = 0
-) -> SplitKVLaunch | BlockLaunch:
-    """Decide into how many partitions a batch is cut, per KV head; if it is not cut, return a `BlockLaunch`.
+) -> PortableLaunch:
+    """Decide into how many partitions a batch is cut, per KV head; 0 if each row block has a program.
 
     Args:
         request: the batch.
         config: the kernel's configuration.
         costs: constants of the device.
         options: the caller's `num_splits` and `batch_invariant`.
-        max_decode_queries: of `SplitKVLaunch`.
+        max_decode_queries: of `PortableLaunch`.
     """
     fixed_split_size = FIXED_SPLIT_SIZE if options.batch_invariant else 0
-    block = BlockLaunch(request, config, fixed_split_size)
-    num_blocks = block.num_row_blocks(request.bounds.num_tokens)
+    whole = PortableLaunch(request, config, costs, fixed_split_size=fixed_split_size)
+    num_blocks = whole.num_row_blocks(request.bounds.num_tokens)
     if num_blocks == 0:
-        return block
-    split = SplitKVLaunch(request, config, 1, costs, 0.0, fixed_split_size, max_decode_queries)
+        return whole
+    split = replace(whole, num_partitions=1, max_decode_queries=max_decode_queries)
     combine_cost = 0.0
     if options.batch_invariant:
         wanted = options.num_splits * num_blocks if options.num_splits else split.capacity
@@ -200,11 +205,11 @@ def choose_partitions(
         combine_cost = costs.combine_launch_cost if split.has_combine_launch else costs.combine_cost
         num_partitions = partitions_that_pay(split, num_blocks, combine_cost)
     if num_partitions == 0 or split.max_units >= MAX_UNITS:
-        return block
-    return SplitKVLaunch(request, config, num_partitions, costs, combine_cost, fixed_split_size, max_decode_queries)
+        return whole
+    return replace(split, num_partitions=num_partitions, combine_cost=combine_cost)
 
 
-def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
+def invariant_cuts_pay(split: PortableLaunch) -> bool:
     """Return whether a batch-invariant plan cuts row blocks: if they are few, and the scratch is not too large.
 
     Every split of every row block may have a state in the scratch.
@@ -216,7 +221,7 @@ def invariant_cuts_pay(split: SplitKVLaunch) -> bool:
     return replace(split, request=request).scratch_size().total <= MOST_INVARIANT_SCRATCH
 
 
-def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
+def is_tiny(split: PortableLaunch, num_blocks: int) -> bool:
     """Return whether so few sequences of so few keys decode that each KV tile should have a program.
 
     Of 256 keys, 1 sequence takes 5.3 us so and 7.3 whole, 4 take 6.7 and 7.5, 8 take as long (NVIDIA H200, 2026-11-23).
@@ -228,7 +233,7 @@ def is_tiny(split: SplitKVLaunch, num_blocks: int) -> bool:
     return is_short and bounds.max_query_len == 1 and IDLE * num_blocks <= split.capacity
 
 
-def partitions_that_pay(split: SplitKVLaunch, num_blocks: int, combine_cost: float) -> int:
+def partitions_that_pay(split: PortableLaunch, num_blocks: int, combine_cost: float) -> int:
     """Return how many partitions fill the device; 0 to leave row blocks uncut.
 
     If sequences have several row blocks, they are cut only if the row blocks would leave half of the device idle, or if

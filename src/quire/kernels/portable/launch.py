@@ -1,23 +1,29 @@
-"""`SplitKVLaunch`: a launch of the split-KV kernel."""
+"""`PortableLaunch`: a launch of the portable kernel."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from quire.batch import Batch
-from quire.dispatch.config import CostModel
+from quire.cache import PagedKVCache
+from quire.dispatch.config import CostModel, KernelConfig
 from quire.dispatch.request import Request, cdiv
 from quire.dispatch.tree import power_of_two
-from quire.kernels.launch import Runner, constexprs_of, key_of
-from quire.kernels.portable import PortableLaunch, PortableRunner
+from quire.kernels import views
+from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.portable.runner import PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
+from quire.spec import UNBOUNDED, AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.scheduler import Scheduler, Search
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a thread
+FEWEST_REGISTERS = 128  # of a thread, which the kernel needs whatever a configuration asks for
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
 # Partials of a mean row block from which on a second launch combines them: with one query, and with drafts.
@@ -32,35 +38,52 @@ INTERVALS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class SplitKVLaunch(PortableLaunch):
-    """Each program owns an equal partition of the batch's KV tiles, for one KV head.
+class PortableLaunch:
+    """A launch of the portable kernel. Each program owns a partition of the batch's KV tiles, or a row block.
 
     Attributes:
-        num_partitions: partitions for each KV head.
+        request: the request that was decided about.
+        config: the kernel's configuration.
         costs: constants of the device.
+        num_partitions: partitions for each KV head; 0 where each row block has a program.
         combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
+        fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
-    num_partitions: int
+    request: Request
+    config: KernelConfig
     costs: CostModel
+    num_partitions: int = 0
     combine_cost: float = 0.0
     fixed_split_size: int = 0
     max_decode_queries: int = 0
+    fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
+    kernel: ClassVar[str] = "portable"  # in `compile_keys`
 
     @property
     def name(self) -> str:
-        """Name of the kernel family."""
-        return "split_kv"
+        """Name of the form of the kernel."""
+        return "split_kv" if self.num_partitions else "block"
+
+    @property
+    def multi_block(self) -> bool:
+        """Whether a sequence may have several row blocks; a program then searches for its sequence."""
+        return self.request.rows_per_seq > self.config.block_m
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """How far a query sees, as `AttentionSpec.window` has it; in a tree, up to the last draft."""
+        return (UNBOUNDED, 0) if self.request.has_tree else self.request.spec.window
 
     @property
     def full_tile_loop(self) -> bool:
-        """Whether there is a full-tile loop.
+        """Whether full tiles, of which every row sees every key, have a separate loop, without masks.
 
-        Only with one row block per sequence: partitions of several row blocks are short, and slower with two loops.
+        Partitions of several row blocks are short, and slower with two loops. Those of fixed splits have one, too.
         """
-        return self.config.full_tile_loop and not self.multi_block
+        return self.config.full_tile_loop and not (self.num_partitions and (self.multi_block or self.fixed_split_size))
 
     @property
     def partial_rows(self) -> int:
@@ -91,7 +114,7 @@ class SplitKVLaunch(PortableLaunch):
         It does if there are so few row blocks for the device that most are cut. Else other programs attend while one
         combines. Of very few partials with few rows, a program combines all in the time that a second launch takes.
         """
-        if self.max_decode_queries:  # concurrent with the Hopper kernel
+        if not self.num_partitions or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
             return False
         if not self.fixed_split_size:
             bounds = self.request.bounds
@@ -161,21 +184,48 @@ class SplitKVLaunch(PortableLaunch):
         """As in `CostModel`; 0 where a second launch combines, since partials then cost little."""
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
+    @property
+    def max_registers(self) -> int | None:
+        """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
+
+        Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
+        """
+        if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
+            return None
+        bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
+        return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))
+
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         request = self.request
-        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree, self.has_combine_launch
-        own = super().compile_keys() | {key_of("schedule", *absent, **self.schedule_constexprs())}
-        if not self.has_combine_launch:
-            return own
-        return own | {key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs())}
+        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
+        keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
+        if self.num_partitions:
+            keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
+        if self.has_combine_launch:
+            keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
+        return frozenset(keys)
 
     def with_most_partitions(self) -> "PortableLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
-        launch = super().with_most_partitions()
-        assert isinstance(launch, SplitKVLaunch)
-        most = 0 if self.fixed_split_size else self.most_partitions  # of those, states are counted
-        return replace(launch, num_partitions=max(self.num_partitions, most))
+        launch = self if self.fallback is None else replace(self, fallback=self.fallback.with_most_partitions())
+        if not self.num_partitions or self.fixed_split_size:  # of fixed splits, states are counted
+            return launch
+        return replace(launch, num_partitions=max(self.num_partitions, self.most_partitions))
+
+    def packs_fp8(self, cache: PagedKVCache) -> bool:
+        """Return whether the kernel loads fp8 numbers in pairs."""
+        return loads_pairs(self.request.spec, self.config) and cache.scale_kind != "token" and views.can_pack_fp8(cache)
+
+    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "PortableLaunch":
+        """Return the launch for a cache: this one, or its fallback."""
+        return self if self.fallback is None or self.packs_fp8(cache) else self.fallback
+
+    def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
+        """Return why the fallback serves a cache: its fp8 numbers are not loaded in pairs."""
+        if cache.scale_kind == "token":
+            return "scales per token and head"
+        return f"{cache.layout} strides {cache.k.stride()} and {cache.v.stride()}, at which fp8 numbers form no pairs"
 
     @property
     def most_partitions(self) -> int:
@@ -206,6 +256,17 @@ class SplitKVLaunch(PortableLaunch):
         """Partitions whose programs the device holds at once."""
         return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.lanes)
 
+    def num_row_blocks(self, num_tokens: int) -> int:
+        """Return the row blocks of a batch of `num_tokens` query tokens, with one spare row block for each sequence."""
+        request, block_m = self.request, self.config.block_m
+        if not request.has_cu_seqlens:
+            return request.num_seqs * cdiv(request.spec.group_size, block_m)
+        if request.num_seqs == 0 or num_tokens == 0:
+            return 0
+        if not self.multi_block:
+            return request.num_seqs
+        return num_tokens * request.spec.group_size // block_m + request.num_seqs
+
     @property
     def max_units(self) -> int:
         """Most units of the batch: KV tiles, or splits of the fixed size, once for each row block."""
@@ -215,16 +276,38 @@ class SplitKVLaunch(PortableLaunch):
 
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        return self.num_partitions * self.lanes if self.num_row_blocks(num_tokens) else 0
+        row_blocks = self.num_row_blocks(num_tokens)
+        if self.num_partitions:
+            return self.num_partitions * self.lanes if row_blocks else 0
+        return row_blocks * self.lanes
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
-        costs = self.costs
-        return super().constexprs() | {
+        from quire.kernels import mods  # here, since it imports Triton, which a plan for the CPU must not need
+
+        spec, config, device = self.request.spec, self.config, self.request.device
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
+        if device.supports_pdl:
+            options["launch_pdl"] = True
+        return {
+            "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
+            "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
+            "SCORE_MOD": mods.score_mod(spec),
+            "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
+            "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
+            "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
+            "FIXED_SPLIT": self.fixed_split_size,
+        } | options | (self.partition_constexprs() if self.num_partitions else {})  # fmt: skip
+
+    def partition_constexprs(self) -> dict[str, Any]:
+        """Return the kernel's constexprs that are about partitions."""
+        request, costs = self.request, self.costs
+        return {
             "PARTIAL_ROWS": self.partial_rows, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
-            "MORE_INTERVALS": self.request.has_intervals and self.request.bounds.max_query_len > self.intervals_at_once,
-            "FIXED_SPLIT": self.fixed_split_size, "COMBINE_LAUNCH": self.has_combine_launch,
+            "MORE_INTERVALS": request.has_intervals and request.bounds.max_query_len > self.intervals_at_once,
+            "COMBINE_LAUNCH": self.has_combine_launch,
             "TWO_LEVEL": self.is_two_level, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
@@ -249,8 +332,8 @@ class SplitKVLaunch(PortableLaunch):
 
     def search(self, asked: int) -> "Search":
         """Return the launch that finds the schedule, for units of so many keys."""
+        from quire.kernels.portable.schedule import CUT_FIELDS, PART_FIELDS, schedule_kernel
         from quire.kernels.scheduler import Search
-        from quire.kernels.split_kv.schedule import CUT_FIELDS, PART_FIELDS, schedule_kernel
 
         parts, cuts = self.num_partitions, self.num_cuts
         fixed = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
@@ -268,8 +351,16 @@ class SplitKVLaunch(PortableLaunch):
             "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"], "num_warps": 1,
         } | options  # fmt: skip
 
+    @once
+    def scratch_size(self) -> ScratchSize:
+        """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
+        own = self.own_scratch_size()
+        return own if self.fallback is None else max(own, self.fallback.scratch_size())
+
     def own_scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch for partials and arrival counters."""
+        """Return the size of the scratch that the launch itself needs, for partials and arrival counters."""
+        if not self.num_partitions:
+            return ScratchSize()
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
         counters = counter_bytes(self.request.device, self.num_partitions * self.lanes)
         rows = 32 * cdiv(num_slots * self.lanes * self.partial_rows, 32)
@@ -287,30 +378,46 @@ class SplitKVLaunch(PortableLaunch):
         counter = Part(workspace, torch.int32, TILE_COUNTER_BYTES, (counters - TILE_COUNTER_BYTES) // 4)
         return Partials(acc, m_i, l_i, counter)
 
-    @property
-    def split_keys(self) -> int:
-        """Keys of a split of a batch-invariant plan; else 0."""
-        return self.fixed_split_size
-
-    def scheduler(self, batch: Batch) -> "Scheduler":
-        """Return what finds the schedule of a batch."""
+    def scheduler(self, batch: Batch) -> "Scheduler | None":
+        """Return what finds the schedule of a batch; None without partitions."""
         from quire.kernels.scheduler import scheduler_of
 
-        return scheduler_of(self, batch)
+        return scheduler_of(self, batch) if self.num_partitions else None
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
-        from quire.kernels.split_kv.kernel import split_kv_kernel
+        from quire.kernels.portable.kernel import portable_kernel
 
-        assert workspace is not None
-        spec = self.request.spec
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window
-        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers
-        if self.has_combine_launch:
-            from quire.kernels.split_kv.runner import CombineRunner
+        spec, partials, num_seqs = self.request.spec, None, None
+        if self.num_partitions:
+            assert workspace is not None
+            partials = self.partials(workspace)
+        elif self.multi_block:
+            num_seqs = batch.num_seqs
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs
+        return PortableRunner(self, batch, portable_kernel, (batch.cu_seqlens_q, partials, *numbers), workspace)
 
-            return CombineRunner(self, batch, split_kv_kernel, fixed, workspace)
-        return PortableRunner(self, batch, split_kv_kernel, fixed, workspace)
+    def describe_config(self) -> str:
+        """Describe the configuration."""
+        config = self.config
+        hints = "".join(f", {name} {value}" for name, value in config.hints.items())
+        loops = ", full-tile loop" if self.full_tile_loop else ""
+        rows = ", several row blocks a sequence" if self.multi_block else ""
+        seen = "" if self.request.per_token is None else f", {self.request.per_token}"
+        if not self.request.has_cu_seqlens:
+            queries = "one query each"
+        elif self.request.bounds.max_query_len <= 1:
+            queries = "at most one query each"
+        else:
+            queries = "any number of queries"
+        return (
+            f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
+            f"{loops}{hints}, {queries}{rows}{seen}"
+        )
+
+    def describe_fallback(self) -> str:
+        """Describe the fallback, if there is one."""
+        return "" if self.fallback is None else f"; fallback for fp8 numbers that do not come in pairs: {self.fallback}"
 
     def describe_partitions(self, lanes: str) -> str:
         """Return in words how the batch is cut; `lanes` names what each program of a partition has one of."""
@@ -327,8 +434,19 @@ class SplitKVLaunch(PortableLaunch):
         return details
 
     def __str__(self) -> str:
-        details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}"
-        return f"split-KV kernel: {details}{self.describe_fallback()}"
+        if self.num_partitions:
+            details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}"
+            return f"split-KV kernel: {details}{self.describe_fallback()}"
+        blocks = self.num_row_blocks(self.request.bounds.num_tokens)
+        splits = f", batch-invariant splits of {self.fixed_split_size} keys" if self.fixed_split_size else ""
+        details = f"{blocks} row blocks × {self.lanes} KV heads{splits}{self.describe_fallback()}"
+        return f"block kernel: {self.describe_config()}, {details}"
+
+
+def loads_pairs(spec: AttentionSpec, config: KernelConfig) -> bool:
+    """Return whether the kernel loads fp8 numbers in pairs, if the cache can be read as 16-bit elements."""
+    can = spec.kv_dtype in FP8_DTYPES and spec.dtype.itemsize == 2
+    return can and min(config.block_d, config.block_dv) >= 32
 
 
 def may_be_uneven(request: Request) -> bool:

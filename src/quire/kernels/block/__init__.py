@@ -1,1 +1,0 @@
-"""The block kernel: one program for each row block and KV head."""

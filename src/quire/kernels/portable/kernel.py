@@ -1,0 +1,365 @@
+"""The portable kernel: attention over pages, of any mix of lengths, in one of two forms.
+
+Without partitions, one program owns one row block, which is BLOCK_M rows of one sequence and one KV head, and all keys
+that these rows see. Grid: [num_row_blocks * num_kv_heads].
+
+With partitions, one program owns one partition of the batch's KV tiles (`schedule.py`), for one KV head. It processes
+the partition's row blocks one after the other. Grid: [num_partitions * num_kv_heads]. Plans have partitions if the row
+blocks would leave the device idle.
+
+A row block inside one partition is finished by its program. For a row block that is cut, each program writes a partial
+state to scratch. A program writes at most two partials: for the row block that it enters midway and for the one that it
+leaves unfinished. The last program to arrive at a row block (atomic counter) combines its partials (`reduce.py`), or a
+second launch combines those of all row blocks (`combine.py`). Both combine in key order, so results are deterministic.
+
+For batch-invariant results (FIXED_SPLIT), partitions are cut only at multiples of FIXED_SPLIT keys, which are splits. A
+row block is the left fold of the states of its splits, so its sum does not depend on the cut.
+
+The online softmax is that of FlashAttention-2 (arXiv 2307.08691, section 3.1). Partitions are FlashDecoding (split-KV)
+with the work division of Stream-K (arXiv 2301.03598).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.kernels.panels import columns_of, join_pairs
+from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
+from quire.kernels.portable.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    skip_prompts,
+    span,
+    units_here,
+)
+from quire.kernels.primitives import (
+    Inputs,
+    Keys,
+    RowBlock,
+    Scoring,
+    Sight,
+    Tiling,
+    attend_tile,
+    find_rows,
+    head_scales,
+    in_units,
+    keys_of_rows,
+    load_intervals,
+    load_queries,
+    pages_of_tile,
+    table_row,
+    write_new,
+)
+from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
+
+
+class Form(NamedTuple):
+    """Compile-time constants of the form of the kernel, and of its loops over tiles."""
+
+    PARTITIONED: Any
+    FULL_TILE_LOOP: Any  # full tiles, of which every row sees every key, have a loop of their own
+    FULL_TILE_LOOP_MIN_TILES: Any  # of CostModel, where there are partitions
+    FIXED_SPLIT: Any  # keys of a split, a multiple of BLOCK_N; 0 where the keys are not split
+    SUMS: Any  # of each row, as `empty_state` has them
+
+
+class Share(NamedTuple):
+    """What a partition has of a row block, and what becomes of it."""
+
+    kv_start: Any  # the first key that any row of the sequence sees, like the next
+    kv_stop: Any
+    start: Any  # the first tile of the sequence that is in the partition
+    stop: Any
+    poison: Any  # 0, or NaN where the schedule is stale
+    next_seq: Any  # sequence of the next row block
+    scratch: Any  # for states of splits: of those of a row block that begins in another partition
+    begins_here: Any
+    first_slot: Any  # of the sequence's first split
+
+
+@triton.jit
+def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the sequence of row block `index` of the batch, which has `num_blocks`, and which of the sequence's it is.
+
+    A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
+    is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
+    """
+    if cu_seqlens_q is None:
+        return index // tl.cdiv(GROUP, BLOCK_M), index % tl.cdiv(GROUP, BLOCK_M)
+    else:
+        index = num_blocks - 1 - index  # the last row blocks of a causal prompt see the most keys, so they start first
+        low = 1  # the first sequence begins with row block 0
+        high = num_seqs
+        while low < high:  # the last sequence whose first row block is at or before this one
+            middle = (low + high) // 2
+            before = tl.load(cu_seqlens_q + middle) * GROUP // BLOCK_M + middle <= index
+            low = tl.where(before, middle + 1, low)
+            high = tl.where(before, high, middle)
+        seq = low - 1
+        return seq, index - (tl.load(cu_seqlens_q + seq) * GROUP // BLOCK_M + seq)
+
+
+@triton.jit
+def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.constexpr, P: tl.constexpr):
+    """Attend with one row block.
+
+    Args:
+        inputs: Inputs.
+        seq: the sequence.
+        sequence: Sequence.
+        row_block: number of the row block in the sequence.
+        share: Share, of a partition.
+        T: Tiling.
+        F: Form.
+        P: Partial, of a partition.
+
+    Returns:
+        rows: Rows.
+        following: Sequence of the next row block, of a partition.
+        acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
+    """
+    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0  # of keys
+    seq_len, q_start, q_len, first_pos = sequence
+    kv, first_row = inputs.kv, row_block * T.BLOCK_M
+    rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
+    sight = Sight(None, None, None, None)
+    if kv.key_begin is not None or kv.tree_bits is not None:
+        bits = None
+        if kv.tree_bits is not None:
+            bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
+        sight = Sight(*load_intervals(kv, rows, first_pos, seq_len), bits, first_pos)
+    kv_start, kv_stop, full_from, full_to = keys_of_rows(
+        rows, sight, first_row, first_pos, q_len, seq_len, inputs.scoring, T.GROUP
+    )
+    start = kv_start // T.BLOCK_N
+    stop = tl.maximum(tl.cdiv(kv_stop, T.BLOCK_N), start)
+    if F.PARTITIONED:
+        if sight.begin is None:  # those of the sequence are known earlier
+            kv_start, kv_stop, start, stop = share.kv_start, share.kv_stop, share.start, share.stop
+        elif F.FIXED_SPLIT > 0:  # splits without keys have states too
+            start, stop = share.start, share.stop
+        else:
+            start = tl.maximum(share.start, start)
+            stop = tl.maximum(tl.minimum(share.stop, stop), start)
+    keys = Keys(table_row(kv, seq, inputs.stride_table), kv_start, kv_stop)
+
+    # Every row sees every key of a full tile, so full tiles need no masks. The other tiles are at the two edges. A
+    # softmax may take tiles in any order, and then full tiles come first. A fold of splits may not, nor does a program
+    # that has partitions: they have a full-tile loop if the first tiles are full.
+    full_start, full_stop = start, start
+    if F.FULL_TILE_LOOP:
+        full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
+        full_stop = tl.maximum(tl.minimum(full_to // T.BLOCK_N, stop), full_start)
+        if IN_ORDER:
+            pays = full_start == start
+            if F.PARTITIONED:  # most tiles of a long partition are full
+                pays = pays & (stop - start > F.FULL_TILE_LOOP_MIN_TILES)
+            full_start, full_stop = start, tl.where(pays, full_stop, start)
+    page = pages_of_tile(keys, full_start, T)  # in flight while the queries are loaded
+
+    q = load_queries(inputs, rows, T)
+    slopes = None
+    if inputs.slopes_ptr is not None:
+        slopes = tl.load(inputs.slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+    if inputs.new is not None:
+        if not F.PARTITIONED or stop * T.BLOCK_N > first_pos:  # this program reads new keys, so it writes them first
+            write_new(inputs, q_start, q_len, T)
+            tl.debug_barrier()
+    block = RowBlock(q, rows, sight, slopes, keys)
+    following, poison = sequence, 0.0
+    if F.PARTITIONED:
+        following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
+        poison = share.poison
+    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, F.SUMS)
+    l_i += poison
+    if F.FIXED_SPLIT > 0:
+        # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
+        whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH)
+        whole_l += poison
+    for masked in tl.static_range(0 if F.FULL_TILE_LOOP else 1, 2):
+        num_before = full_start - start
+        tile, begin, end = full_start, full_start, full_stop
+        if masked and IN_ORDER:
+            begin, end = full_stop, stop
+        elif masked:  # tiles at the one end, then those at the other
+            begin, end = 1, 1 + num_before + stop - full_stop
+            if F.FULL_TILE_LOOP:
+                tile = tl.where(num_before > 0, start, full_stop)
+                page = pages_of_tile(keys, tile, T)
+        for i in tl.range(begin, end):
+            if masked and not IN_ORDER:
+                next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
+            else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
+                tile, next_tile = i, i + 1
+            next_page = pages_of_tile(keys, next_tile, T)
+            acc, m_i, l_i = attend_tile(acc, m_i, l_i, page, tile * T.BLOCK_N, block, inputs, T, masked)
+            if F.FIXED_SPLIT > 0:
+                TILES: tl.constexpr = F.FIXED_SPLIT // T.BLOCK_N
+                if ((tile + 1) % TILES == 0) | (tile == stop - 1):
+                    if not F.PARTITIONED or share.begins_here:
+                        whole_acc, whole_m, whole_l = fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)
+                    else:
+                        slot = (share.first_slot + tile // TILES) * P.LANES + inputs.kv_head
+                        columns = columns_of(T.HEAD_DIM_V, EACH, T.BLOCK_M)
+                        store_partial(share.scratch, acc, m_i, total(l_i), columns, slot, True, T.BLOCK_M, P)
+                    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, F.SUMS)
+                    l_i += poison
+            tile, page = next_tile, next_page
+    if F.FIXED_SPLIT > 0:
+        return rows, following, whole_acc, whole_m, whole_l
+    if F.SUMS > 1:
+        l_i = tl.sum(l_i, 1)
+    return rows, following, acc, m_i, l_i
+
+
+@triton.jit(
+    do_not_specialize=["is_found_now", "num_seqs", "stride_table", "stride_lse", "window_left", "window_right"],
+)
+def portable_kernel(
+    q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
+    out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
+    out_scale_ptr,  # [1] float32 where out is e4m3, or None
+    lse_ptr,  # [num_tokens, num_q_heads] float32, or None
+    sinks_ptr,  # [num_q_heads], or None
+    slopes_ptr,  # [num_q_heads], or None
+    cache,  # views.CacheTensors
+    new,  # views.NewTokens, or None
+    norm_rope,  # views.NormRope, or None
+    is_found_now,  # whether the launch before this one finds the schedule, as a number; None without partitions
+    kv,  # views.KVLayout
+    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    scratch,  # views.Partials, or None without partitions
+    scale, softcap, window_left, window_right,
+    num_seqs,  # where row blocks are searched for, or None
+    stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDE_OFFSETS: tl.constexpr, SCORE_MOD: tl.constexpr, DECODE: tl.constexpr,
+    PACKED_FP8: tl.constexpr, TOKEN_SCALES: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL_TILE_LOOP: tl.constexpr, PER_ROW_MASK: tl.constexpr,
+    MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
+    PDL: tl.constexpr,  # programmatic dependent launch
+    WGMMA: tl.constexpr,  # of 64 rows and more, the compiler makes wgmma
+    STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr,  # of Form
+    # Of partitions alone:
+    PARTIAL_ROWS: tl.constexpr = 0,  # rows of a partial that are stored
+    MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
+    COMBINE_LAUNCH: tl.constexpr = False,  # another launch combines (`combine.py`)
+    TWO_LEVEL: tl.constexpr = False,  # many partials are combined in two levels
+    TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
+    FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
+):  # fmt: skip
+    PARTITIONED: tl.constexpr = is_found_now is not None
+    EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
+    T: tl.constexpr = Tiling(
+        GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
+        SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
+        WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED,
+    )  # fmt: skip
+    # With packed fp8, fewer programs of an SM would have registers for sums of columns.
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not PACKED_FP8 else 1
+    F: tl.constexpr = Form(
+        PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
+        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS,
+    )  # fmt: skip
+    index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    if PARTITIONED:
+        if PDL and MAX_DECODE_QUERIES == 0:
+            if is_found_now:  # by the launch before this one, for which `load_part` has to wait
+                gdc_wait()
+        part = load_part(scratch.parts, index)
+    if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
+        gdc_wait()
+    scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
+    exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
+    scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
+    inputs = Inputs(
+        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, kv, cu_seqlens_q, stride_table,
+        kv_head, scoring,
+    )  # fmt: skip
+    stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
+    outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
+
+    if not PARTITIONED:
+        seq, row_block = index, 0
+        if MULTI_BLOCK:
+            num_blocks = tl.num_programs(0) // NUM_KV_HEADS
+            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP, BLOCK_M)
+        sequence = load_sequence(kv, cu_seqlens_q, seq)
+        if cu_seqlens_q is not None:
+            if row_block * BLOCK_M >= sequence.q_len * GROUP:
+                return
+        rows, _, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
+        if PDL:
+            gdc_launch_dependents()
+        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+    else:
+        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
+        U: tl.constexpr = Units(GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
+        # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
+        COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
+        # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
+        # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+        ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
+        MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
+        P: tl.constexpr = Partial(
+            PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
+            MIN_PARTIALS if TWO_LEVEL else None,
+        )  # fmt: skip
+        seq, block, more = part.seq, part.block, part.low < part.high
+        sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
+        known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+        while more:  # one row block, or those of its units that are in this partition
+            kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
+            row_block = block if MULTI_BLOCK else 0
+            start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+            as_planned = is_as_planned(sequence, known) & (planned == num_units)
+            num_blocks = tl.cdiv(sequence.q_len * GROUP, BLOCK_M)
+            next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
+            if MAX_DECODE_QUERIES > 0:
+                next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
+            ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
+            stop_tile = (first + stop) * TILES
+            if FIXED_SPLIT > 0:
+                stop_tile = tl.minimum(stop_tile, tl.cdiv(kv_stop, BLOCK_N))
+            share = Share(
+                kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
+                tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
+            )  # fmt: skip
+            rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
+            acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+            part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
+            start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+            if PDL:
+                if ends_early:
+                    gdc_launch_dependents()
+            if not is_cut:
+                store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+            elif COMBINE_LAUNCH:
+                left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
+                slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(index, start)
+                store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
+            else:
+                is_last, slots = store_and_arrive(
+                    scratch, acc, m_i, l_i, columns, index, kv_head, start, block_unit, planned, part.size, BLOCK_M, P
+                )
+                if is_last:
+                    _, q_start, q_len, first_pos = sequence
+                    stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
+                    store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
+            seq, block, sequence, known = next_seq, next_block, following, following
+    if PDL and MAX_DECODE_QUERIES > 0:
+        # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
+        # that later kernels see both results.
+        gdc_wait()
