@@ -17,6 +17,7 @@ LAYERS = {
     "decode": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((1, 100), (1, 40), (1, 7))),
     "ragged": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((20, 100), (1, 40), (3, 7))),
     "window": (AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, sliding_window=30, **HALF), ((2, 100),) * 2),
+    "invariant": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((20, 300), (1, 40), (3, 7))),
     "e4m3": (
         AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, kv_dtype=torch.float8_e4m3fn, **HALF),
         ((1, 100), (1, 40)),
@@ -31,7 +32,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_variants_of_a_request_give_the_same_result(name):
     spec, lens = LAYERS[name]
-    session = Session(DrawnCase(name, spec, 16, lens), torch.device("cpu"))
+    session = Session(DrawnCase(name, spec, 16, lens, name == "invariant"), torch.device("cpu"))
     for variant in session.launches:
         session.prepare(variant)
     assert not session.wrong and len(session.launches) > 2 and NOW in session.launches

@@ -16,14 +16,21 @@ from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal, re
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.dispatch.tree import ROWS_OF_WARPGROUP, padded, power_of_two, queries_of_tile
-from quire.kernels.block.launch import BlockLaunch
-from quire.kernels.hopper.choice import MAX_PART_COLUMNS, choose_section, most_decode_queries
-from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.hopper.choice import MAX_PART_COLUMNS, choose_section, most_decode_queries, propose_invariant
+from quire.kernels.hopper.launch import CUT_OVERHEAD, MIN_CUT_KEYS, HopperLaunch
 from quire.kernels.launch import Launch
+from quire.kernels.mla import launch as mla
 from quire.kernels.mla.launch import MLALaunch, choose_num_partitions
 from quire.kernels.mla_hopper import launch as mla_hopper
-from quire.kernels.split_kv.choice import MAX_UNITS, choose_partitions, min_partition_tiles
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable.choice import (
+    MAX_UNITS,
+    MOST_INVARIANT_SCRATCH,
+    config_for_pairs,
+    invariant_config,
+    min_partition_tiles,
+    with_rows,
+)
+from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
 from quire.spec import AttentionSpec
 
 # Configurations of the portable kernels: rows x keys, warps, stages ("u": full tiles have a loop of their own), and
@@ -129,24 +136,31 @@ def hopper_variants(spec: AttentionSpec, device: DeviceProperties) -> dict[str, 
     return {}
 
 
-def kind_of(spec: AttentionSpec) -> str:
-    """Return which numbers a spec's variants have: the widths of heads, padded, and the dtypes."""
-    dtypes = f"{spec.dtype} {spec.kv_dtype}".replace("torch.", "")
+def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
+    """Return which numbers a spec's variants have: the padded widths of heads, the dtypes, and whose bits are fixed."""
+    dtypes = f"{spec.dtype} {spec.kv_dtype}{' invariant' * batch_invariant}".replace("torch.", "")
     return f"latents {dtypes}" if spec.latent else f"{max(padded(spec.head_dim), padded(spec.head_dim_v))} {dtypes}"
 
 
-def launches(request: Request) -> dict[str, Launch]:
+def launches(request: Request, options: Options = Options()) -> dict[str, Launch]:  # noqa: B008
     """Return the launches among which one is chosen for a request, by name: family, configuration, and use."""
     if request.spec.latent:
-        return latent_launches(request)
+        return latent_launches(request, options)
+    if options.batch_invariant:
+        return invariant_launches(request)
     return portable_launches(request) | hopper_launches(request)
 
 
 def portable_launches(request: Request) -> dict[str, Launch]:
-    """Return the launches of the block and split-KV kernels: "whole" and "cut"."""
+    """Return the launches of the portable kernel.
+
+    "whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
+    whose partials a second launch combines.
+    """
     found: dict[str, Launch] = {}
     configs = portable_variants(request.spec, request.device)
     rows, tallest = power_of_two(request.rows_per_seq), max(config.block_m for config in configs.values())
+    costs = tree.cost_model(request.spec, request.device)
     for name, config in configs.items():
         if config.block_m > max(16, rows):
             continue  # one of fewer rows has as many row blocks
@@ -154,38 +168,83 @@ def portable_launches(request: Request) -> dict[str, Launch]:
             continue
         if config.block_n > max(16, power_of_two(request.keys_seen)) and config.num_stages > 1:
             continue
-        whole, cut = BlockLaunch(request, config), cut_launch(request, config)
+        whole = PortableLaunch(request, config, costs)
         tiles = cdiv(min(request.bounds.max_seq_len, request.keys_seen + config.block_m), config.block_n)
         blocks = whole.num_programs(request.bounds.num_tokens)
-        is_filled = 2 * blocks > request.device.num_sms * config.programs_per_sm
-        if is_filled or tiles <= FEW_TILES:
+        held = request.device.num_sms * config.programs_per_sm
+        if 2 * blocks > held or tiles <= FEW_TILES:
             found[f"portable {name} whole"] = whole
-        if tiles > 1 and cut is not None and blocks <= 4 * request.device.num_sms * config.programs_per_sm:
-            found[f"portable {name} cut"] = cut
+        if tiles > 1 and blocks <= 4 * held:
+            found |= {f"portable {name} {use}": launch for use, launch in cut_launches(whole).items()}
     return found
 
 
-def cut_launch(request: Request, config: KernelConfig) -> SplitKVLaunch | None:
-    """Return the launch of the split-KV kernel with a configuration; None if there are too many units to count.
+def cut_launches(whole: PortableLaunch, max_decode_queries: int = 0) -> dict[str, PortableLaunch]:
+    """Return the launches with partitions that have the configuration of one without; none if units are too many.
 
-    It has as many partitions as programs that the device holds, unless so short ones cost more than they save.
+    There are as many partitions as programs that the device holds, unless so short ones cost more than they save.
     """
-    costs = tree.cost_model(request.spec, request.device)
-    split = SplitKVLaunch(request, config, 1, costs)
-    blocks = split.num_row_blocks(request.bounds.num_tokens)
-    if blocks == 0 or split.max_units >= MAX_UNITS:
-        return None
-    cost = costs.combine_launch_cost if split.has_combine_launch else costs.combine_cost
-    split = replace(split, combine_cost=cost)
-    tiles = cdiv(request.bounds.max_seq_len, config.block_n)
-    shortest = min_partition_tiles(tiles, cost, costs, split.two_level_min_tiles)
-    return replace(split, num_partitions=min(split.capacity, blocks * cdiv(tiles, shortest)))
+    request, config, costs = whole.request, whole.config, whole.costs
+    found: dict[str, PortableLaunch] = {}
+    for use in ("cut", "joined"):
+        split = replace(whole, num_partitions=1, max_decode_queries=max_decode_queries, combine_launch=use == "joined")
+        blocks = split.num_row_blocks(request.bounds.num_tokens)
+        can = use == "cut" or (request.device.supports_pdl and not max_decode_queries)
+        if blocks == 0 or split.max_units >= MAX_UNITS or not can:
+            continue
+        tiles = cdiv(request.bounds.max_seq_len, config.block_n)
+        cost = costs.combine_launch_cost if use == "joined" else costs.combine_cost
+        if tiles <= costs.min_split_tiles:
+            cost = 0.0  # each tile has a program
+        split = replace(split, combine_cost=cost)
+        shortest = min_partition_tiles(tiles, cost, costs, split.two_level_min_tiles)
+        found[use] = replace(split, num_partitions=min(split.capacity, blocks * cdiv(tiles, shortest)))
+    return found
+
+
+def invariant_launches(request: Request) -> dict[str, Launch]:
+    """Return the launches of a batch-invariant plan, which have the same bits: they differ in rows and in what is cut.
+
+    Each split of the keys has a fixed size. "whole" has a program for each row block, "cut" for each partition.
+    """
+    spec, device = request.spec, request.device
+    base, _ = invariant_config(request)
+    base = replace(base, block_m=16) if base.block_m > 16 else base
+    configs = [base]
+    for block_m in (32, 64, 128):
+        if base.block_m < block_m <= min(device.alike_rows, max(16, power_of_two(request.rows_per_seq))):
+            if (taller := with_rows(base, block_m, spec, device)) is not None:
+                configs.append(taller)
+    if (taller := config_for_pairs(request, base)) is not None:
+        configs.append(taller)
+    costs, found = tree.cost_model(spec, device), {}
+    for config in configs:
+        whole = PortableLaunch(request, config, costs, fixed_split_size=FIXED_SPLIT_SIZE)
+        own = {"whole": whole}
+        if 0 < whole.max_units < MAX_UNITS and request.bounds.max_seq_len > FIXED_SPLIT_SIZE:
+            split = replace(whole, num_partitions=1)
+            cut = replace(split, num_partitions=min(split.capacity, split.max_units))
+            if cut.scratch_size().total <= MOST_INVARIANT_SCRATCH:
+                own["cut"] = cut
+        for use, launch in own.items():
+            fallback = found.get(f"portable {name_of(base)} {use}") if config is not base else None
+            if config.full_tile_loop and spec.kv_dtype is not spec.dtype:
+                launch = replace(launch, fallback=fallback)
+            found[f"portable {name_of(config)} {use}"] = launch
+    options = Options(batch_invariant=True, kernel="hopper")
+    proposal = propose_invariant(request, options) if not hopper_refusal(spec, device) and not request.has_tree else ""
+    if not isinstance(proposal, str):
+        config = proposal[0].config
+        found[f"hopper wg{config.num_warpgroups} n{config.block_n}"] = proposal[0]
+    return found
 
 
 def hopper_launches(request: Request) -> dict[str, Launch]:
-    """Return the launches of the Hopper kernel: "whole", "cut", and "decode", with a decode launch.
+    """Return the launches of the Hopper kernel.
 
-    Of two warpgroups, "apart" says that each has tokens of its own.
+    "whole" has a program for each work tile, "cut" programs that cut long sequences where lengths differ, "split" equal
+    splits of all work tiles' keys, and "decode" a decode launch. Of two warpgroups, "apart" says that each has tokens
+    of its own.
     """
     spec, found = request.spec, {}
     if request.has_tree or not request.has_cu_seqlens or request.bounds.num_tokens == 0:
@@ -193,29 +252,42 @@ def hopper_launches(request: Request) -> dict[str, Launch]:
     costs = tree.cost_model(spec, request.device)
     queries = max(1, request.bounds.max_query_len)
     queries = power_of_two(queries) if request.is_ragged else queries
-    fallback = fallback_of(request)
-    for name, fields in hopper_variants(spec, request.device).items():
+    variants = hopper_variants(spec, request.device)
+    fallback = fallback_of(request) if variants else None
+    for name, fields in variants.items():
+        assert fallback is not None
         rows = ROWS_OF_WARPGROUP * fields["num_warpgroups"]
         for apart in (False, True) if request.is_ragged and fields["num_warpgroups"] == 2 else (False,):
             block_t = queries_of_tile(rows, spec.group_size, queries, request.is_ragged, apart)
             config = HopperConfig(block_t=block_t, apart=apart, **fields)
             parts = cdiv(spec.head_dim_v, MAX_PART_COLUMNS)
-            launch = HopperLaunch(request, config, fallback, column_parts=parts)
+            launch = HopperLaunch(request, config, fallback, column_parts=parts, cuts=False)
             key = f"hopper {name}{' apart' if apart else ''}"
-            found[f"{key} whole"] = whole = replace(launch, section_heads=choose_section(launch, costs))
+            whole = replace(launch, section_heads=choose_section(launch, costs))
+            cut = replace(whole, cuts=True)
+            if not cut.cut_slots or request.keys_seen <= max(MIN_CUT_KEYS, 4 * share_of_program(launch)):
+                found[f"{key} whole"] = whole
+            if cut.cut_slots and request.keys_seen > MIN_CUT_KEYS:
+                found[f"{key} cut"] = cut
             splits = most_splits(launch)
             if splits > 1:
-                found[f"{key} cut"] = replace(launch, num_splits=splits)
+                found[f"{key} split"] = replace(launch, num_splits=splits)
             if (decode := decode_launch(request)) is not None:
-                found[f"{key} decode"] = replace(whole, decode=decode)
+                found[f"{key} decode"] = replace(found.get(f"{key} cut", whole), decode=decode)
     return found
 
 
-def fallback_of(request: Request) -> BlockLaunch | SplitKVLaunch:
+def share_of_program(launch: HopperLaunch) -> float:
+    """Return a program's share of all keys, if each work tile sees one tile of them."""
+    work_tiles = launch.num_work_tiles(launch.request.bounds.num_tokens)
+    return work_tiles * (launch.config.block_n + CUT_OVERHEAD) / launch.request.device.num_sms
+
+
+def fallback_of(request: Request) -> PortableLaunch:
     """Return the launch for what TMA cannot address, which few requests need."""
-    config = next(iter(portable_launches(request).values()))
-    assert isinstance(config, BlockLaunch | SplitKVLaunch)
-    return config
+    launch = next(iter(portable_launches(request).values()))
+    assert isinstance(launch, PortableLaunch)
+    return launch
 
 
 def most_splits(launch: HopperLaunch) -> int:
@@ -230,29 +302,27 @@ def most_splits(launch: HopperLaunch) -> int:
     return max(1, min(device.num_sms // max(1, work_tiles), most, room))
 
 
-def decode_launch(request: Request) -> SplitKVLaunch | None:
+def decode_launch(request: Request) -> PortableLaunch | None:
     """Return the launch for sequences of few queries in a ragged batch; None where there can be none."""
     max_queries = most_decode_queries(request.spec)
     if request.num_seqs == 1 or not request.is_ragged or request.bounds.max_query_len <= max_queries:
         return None
     tokens = min(request.bounds.num_tokens, request.num_seqs * max_queries)
-    bounds = Bounds(max_queries, request.bounds.max_seq_len, tokens)
-    decoding = replace(request, bounds=bounds)
-    config, _ = tree.select(
-        request.spec,
-        request.device,
-        *tree.rounded(request.spec, request.device, max_queries, bounds.max_seq_len, tokens),
-    )
-    costs = tree.cost_model(request.spec, request.device)
-    launch = choose_partitions(decoding, config, costs, Options(), max_queries)
-    return launch if isinstance(launch, SplitKVLaunch) else None
+    decoding = replace(request, bounds=Bounds(max_queries, request.bounds.max_seq_len, tokens))
+    configs = portable_variants(request.spec, request.device).values()
+    config = next((config for config in configs if config.num_stages > 1), next(iter(configs)))
+    whole = PortableLaunch(decoding, config, tree.cost_model(request.spec, request.device))
+    return cut_launches(whole, max_queries).get("cut")
 
 
-def latent_launches(request: Request) -> dict[str, Launch]:
+def latent_launches(request: Request, options: Options = Options()) -> dict[str, Launch]:  # noqa: B008
     """Return the launches for latents: those of the portable kernel, and of that for Hopper GPUs."""
     found: dict[str, Launch] = {}
     if request.per_token is not None:
         return found
+    if options.batch_invariant:
+        proposal = mla.propose(request, options)
+        return {} if isinstance(proposal, str) else {f"mla {name_of(proposal[0].config)}": proposal[0]}
     costs = tree.cost_model(request.spec, request.device)
     proposal = mla_hopper.propose(request, Options())
     if not isinstance(proposal, str):
@@ -263,7 +333,7 @@ def latent_launches(request: Request) -> dict[str, Launch]:
     for name, config in portable_variants(request.spec, request.device).items():
         if config.block_m > max(16, power_of_two(request.rows_per_seq)):
             continue
-        launch = MLALaunch(request, config, 1, costs, combine_cost=costs.combine_cost)
+        launch = MLALaunch(request, config, costs, 1, combine_cost=costs.combine_cost)
         if launch.max_units < MAX_UNITS:
             found[f"mla {name}"] = replace(launch, num_partitions=choose_num_partitions(launch, Options()))
     return found

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from quire.dispatch.predict import Work
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.block.launch import BlockLaunch
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.spec import AttentionSpec
 
 Lens = Sequence[tuple[int, int, int]]  # queries, keys, and how many sequences have them
@@ -63,16 +62,14 @@ def work_of(launch: Launch, lens: Lens) -> Work:
         return work_of_hopper(launch, lens)
     if isinstance(launch, MLAHopperLaunch):
         return work_of_latents(launch, lens)
-    if isinstance(launch, SplitKVLaunch):
-        return work_of_partitions(launch, lens)
-    assert isinstance(launch, BlockLaunch), launch
-    return work_of_blocks(launch, lens)
+    assert isinstance(launch, PortableLaunch), launch
+    return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
 
 
-def row_blocks(launch: BlockLaunch | SplitKVLaunch, lens: Lens) -> tuple[int, float, float]:
+def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
     """Return the row blocks of a KV head, or the bands of latents; the tiles of all; and the most tiles of any."""
     spec, config = launch.request.spec, launch.config
-    group, rows = launch.rows_of_partition if isinstance(launch, SplitKVLaunch) else (spec.group_size, config.block_m)
+    group, rows = launch.rows_of_partition
     block_n = config.block_n
     blocks, tiles, longest = 0, 0.0, 0.0
     for queries, keys, count in lens:
@@ -82,8 +79,8 @@ def row_blocks(launch: BlockLaunch | SplitKVLaunch, lens: Lens) -> tuple[int, fl
     return blocks, tiles, longest
 
 
-def work_of_blocks(launch: BlockLaunch, lens: Lens) -> Work:
-    """Return the work of the block kernel: each row block is an item."""
+def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
+    """Return the work of the portable kernel without partitions: each row block is an item."""
     request, heads = launch.request, launch.request.spec.num_kv_heads
     blocks, tiles, longest = row_blocks(launch, lens)
     sms = request.device.num_sms
@@ -91,24 +88,24 @@ def work_of_blocks(launch: BlockLaunch, lens: Lens) -> Work:
     return Work(slots, sms, blocks * heads, blocks * heads, tiles * heads, longest, bytes_of(request.spec, lens))
 
 
-def work_of_partitions(launch: SplitKVLaunch, lens: Lens) -> Work:
-    """Return the work of the split-KV kernel, or of that for latents: programs share the tiles of all row blocks."""
+def work_of_partitions(launch: PortableLaunch, lens: Lens) -> Work:
+    """Return the work of partitions, also of latents: programs share the tiles of all row blocks."""
     request, lanes, spec = launch.request, launch.lanes, launch.request.spec
     blocks, tiles, longest = row_blocks(launch, lens)
     sms, parts = request.device.num_sms, launch.num_partitions
     share = max(1.0, tiles / parts)
     programs = min(parts, max(blocks, tiles))
     begun = max(1.0, (blocks + programs) / programs - 1)  # row blocks that a program begins
-    partials = longest / share
-    of_all = 2 * programs if partials > 1 else 0
+    partials = longest / share if longest > share else 0.0
+    of_all = 2 * programs if partials else 0.0
+    if launch.fixed_split_size:  # each split of a row block has a partial
+        unit = launch.fixed_split_size / launch.config.block_n
+        partials, of_all = longest / unit, tiles / unit
     partial_bytes = of_all * lanes * launch.partial_rows * 4 * (spec.head_dim_v + 2)
     slots = sms * launch.config.programs_per_sm
     most = min(longest, share) if begun <= 1 else share
     nbytes, programs = bytes_of(spec, lens), programs * lanes
-    return Work(
-        slots, sms, programs, programs * begun, tiles * lanes, most, nbytes, partials if partials > 1 else 0,
-        partial_bytes,
-    )  # fmt: skip
+    return Work(slots, sms, programs, programs * begun, tiles * lanes, most, nbytes, partials, partial_bytes)
 
 
 def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:

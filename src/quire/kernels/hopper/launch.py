@@ -50,6 +50,7 @@ class HopperLaunch:
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
+        cuts: whether programs cut row blocks by keys where they may; None for what `cut_slots` says.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class HopperLaunch:
     section_heads: int | None = None
     fixed_split_size: int = 0
     column_parts: int = 1
+    cuts: bool | None = None
 
     @property
     def name(self) -> str:
@@ -94,8 +96,10 @@ class HopperLaunch:
         may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
         may_differ = may_differ or request.is_ragged
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
-        if request.num_seqs == 1 or not may_differ or no_cuts:
+        if request.num_seqs == 1 or not may_differ or no_cuts or self.cuts is False:
             return 0
+        if self.cuts:
+            return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
         # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
         row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
         row_blocks += tree.power_of_two(request.num_seqs) // 2

@@ -49,6 +49,7 @@ class PortableLaunch:
         combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
+        combine_launch: whether a second launch combines partials; None for what `has_combine_launch` says.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
@@ -59,6 +60,7 @@ class PortableLaunch:
     combine_cost: float = 0.0
     fixed_split_size: int = 0
     max_decode_queries: int = 0
+    combine_launch: bool | None = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
 
@@ -116,6 +118,8 @@ class PortableLaunch:
         """
         if not self.num_partitions or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
             return False
+        if self.combine_launch is not None:
+            return self.combine_launch
         if not self.fixed_split_size:
             bounds = self.request.bounds
             tiles = cdiv(power_of_two(bounds.max_seq_len), self.config.block_n)

@@ -36,11 +36,12 @@ KINDS = (
 LATENT_HEADS = (8, 16, 32, 64, 128)
 PAGES = (16, 16, 16, 32, 64, 64, 128, 256, 1, 48)
 LATENT_PAGES = (64, 64, 64, 32, 128, 16)
-MAX_BYTES, MAX_FLOPS = 256 << 20, 10**12
+MAX_BYTES, MAX_FLOPS = 1 << 30, 3 * 10**12
 USES = "decode", "decode ragged", "decode skewed", "drafts", "prompts", "chunks", "mixed", "few keys"
 LATENT_USES = "decode", "decode ragged", "decode skewed", "drafts", "drafts ragged", "decode"
-TURNS = 6  # batches of a layer
+TURNS = 8  # batches of a layer
 SHARES = 0.15, 0.1, 0.1, 0.15  # windows, softcap, sinks, values of another width
+INVARIANT = 0.1  # share of layers with batch-invariant plans
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,14 @@ class DrawnCase:
         spec: of the layer.
         page_size: tokens per page.
         lens: (query length, sequence length) of each sequence, new tokens included.
+        batch_invariant: whether the plan is.
     """
 
     name: str
     spec: AttentionSpec
     page_size: int
     lens: tuple[tuple[int, int], ...]
+    batch_invariant: bool = False
 
     @property
     def bounds(self) -> Bounds:
@@ -81,13 +84,15 @@ class DrawnCase:
         """Return the case as records hold it. Equal neighbours among the lengths are counted."""
         lens = [[*length, len(list(equal))] for length, equal in groupby(self.lens)]
         spec = json.loads(encode(self.spec))
-        return {"case": self.name, "spec": spec, "page_size": self.page_size, "lens": lens}
+        invariant = {"batch_invariant": True} if self.batch_invariant else {}
+        return {"case": self.name, "spec": spec, "page_size": self.page_size, "lens": lens, **invariant}
 
 
 def case_of(line: dict[str, Any]) -> DrawnCase:
     """Return the case that `as_json` returned."""
     lens = tuple((q, s) for q, s, count in line["lens"] for _ in range(count))
-    return DrawnCase(line["case"], decode(json.dumps(line["spec"])), line["page_size"], lens)
+    spec, is_invariant = decode(json.dumps(line["spec"])), line.get("batch_invariant", False)
+    return DrawnCase(line["case"], spec, line["page_size"], lens, is_invariant)
 
 
 def draw_layer(rng: random.Random, widest: int, is_e4m3: bool) -> tuple[AttentionSpec, int]:
@@ -127,7 +132,7 @@ def log_normal(rng: random.Random, count: int, mean: float, sigma: float) -> lis
 
 def draw_lens(rng: random.Random, use: str) -> list[tuple[int, int]]:
     """Draw the lengths of a batch."""
-    count, keys, sigma = log_uniform(rng, 1, 256), log_uniform(rng, 64, 40_000), rng.uniform(0.3, 1.2)
+    count, keys, sigma = log_uniform(rng, 1, 600), log_uniform(rng, 64, 40_000), rng.uniform(0.3, 1.2)
     queries = log_uniform(rng, 2, 16)
     if use == "decode":
         return [(1, keys)] * count
@@ -186,6 +191,7 @@ def draw(seed: int, cohort: int = len(KINDS)) -> Iterator[DrawnCase]:
     while True:
         numbers = range(first, first + cohort)
         layers = [draw_layer(random.Random(f"{seed}/{i}"), *KINDS[i % len(KINDS)]) for i in numbers]
+        invariant = [random.Random(f"{seed}/{i}/invariant").random() < INVARIANT for i in numbers]
         for turn in range(TURNS):
             for i, (spec, page_size) in enumerate(layers):
                 rng = random.Random(f"{seed}/{first + i}/{turn}")
@@ -193,7 +199,7 @@ def draw(seed: int, cohort: int = len(KINDS)) -> Iterator[DrawnCase]:
                 if turn < len(uses):
                     use = uses[(turn + 3 * (first + i)) % len(uses)]  # layers of a turn do different things
                     name = f"{seed}/{first + i}/{turn} {use}"
-                    yield shrunk(DrawnCase(name, spec, page_size, tuple(draw_lens(rng, use))))
+                    yield shrunk(DrawnCase(name, spec, page_size, tuple(draw_lens(rng, use)), invariant[i]))
         first += cohort
 
 
@@ -205,4 +211,5 @@ def in_words(case: DrawnCase) -> str:
     )
     dtype = str(spec.kv_dtype).removeprefix("torch.")
     mean = math.fsum(keys) / len(keys)
+    dtype += " batch-invariant" * case.batch_invariant
     return f"{case.name}: {len(keys)} x {max(queries)} on {max(keys)} (mean {mean:.0f}), {heads} {dtype}"

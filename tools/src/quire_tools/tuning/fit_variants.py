@@ -110,8 +110,8 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
                 Seen(name.removesuffix(HALF), *works, times[name]["micros"])
             )
     rough = {name: result["rough"] for name, result in times.items() if "rough" in result}
-    now = times.get(NOW, {}).get("micros", 0.0)
-    return Timed(case, kind_of(case.spec), tuple(seen), rough, tuple(others), now) if seen else None
+    now, kind = times.get(NOW, {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
+    return Timed(case, kind, tuple(seen), rough, tuple(others), now) if seen else None
 
 
 def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:

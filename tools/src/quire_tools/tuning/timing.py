@@ -1,7 +1,7 @@
 """Time the variants of a case: each is planned, compared with the others, captured, and replayed in turn.
 
-A graph has as many calls as a model has layers, each with a cache of its own, all with one plan: so the launch that
-finds a schedule counts once for all of them, and keys are not in the L2 cache.
+A graph has as many calls as a model has layers, or some models: each call has a cache of its own, so that keys are not
+in the L2 cache, and the launch that finds a schedule counts once for all layers of a model.
 """
 
 import gc
@@ -19,7 +19,7 @@ import quire
 from quire.dispatch.device import DeviceProperties, device_properties
 from quire.dispatch.request import Options
 from quire.kernels.launch import Launch
-from quire.kernels.split_kv.launch import SplitKVLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.variants import launches
 from quire.plan import decide, make_plan
 from quire_tools.bench.measure import describe_error
@@ -39,15 +39,15 @@ def candidates(case: DrawnCase, device: DeviceProperties) -> dict[str, Launch]:
 
     The partitions tell what an item costs apart from a tile.
     """
-    request = case.request(device)
-    found = launches(request)
-    cut = [name for name, launch in found.items() if isinstance(launch, SplitKVLaunch) and launch.num_partitions > 3]
+    request, options = case.request(device), Options(batch_invariant=case.batch_invariant)
+    found = launches(request, options)
+    cut = [name for name, launch in found.items() if isinstance(launch, PortableLaunch) and launch.num_partitions > 3]
     if cut:
         name = cut[len(case.name) % len(cut)]
         launch = found[name]
-        assert isinstance(launch, SplitKVLaunch)
+        assert isinstance(launch, PortableLaunch)
         found[f"{name}{HALF}"] = replace(launch, num_partitions=launch.num_partitions // 2)
-    found[NOW], _ = decide(request, Options())
+    found[NOW], _ = decide(request, options)
     return found
 
 
@@ -191,12 +191,14 @@ class Session:
         if rough > HOPELESS * min(self.rough.values()) and rough > 200:  # a call takes the host some 20 µs
             return
         caches = len(self.caches)
-        calls = caches if caches >= LAYERS else caches * -(-LAYERS // caches)
+        calls = LAYERS * -(-caches // LAYERS)
         calls = max(2, min(calls, int(MAX_GRAPH_MICROS / rough))) if self.is_gpu else 1
         owned: list[Any] = [plan]
 
         def run() -> None:
             for i in range(calls):
+                if i % LAYERS == 0:
+                    plan.update()  # the schedule is found again
                 call(i)
 
         replay: Callable[[], object] = run
