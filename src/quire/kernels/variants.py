@@ -15,7 +15,7 @@ from quire.dispatch import tree
 from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.dispatch.tree import ROWS_OF_WARPGROUP, padded, power_of_two, queries_of_tile
+from quire.dispatch.tree import ROWS_OF_WARPGROUP, padded, power_of_two
 from quire.kernels.hopper.choice import MAX_PART_COLUMNS, choose_section, most_decode_queries, propose_invariant
 from quire.kernels.hopper.launch import CUT_OVERHEAD, MIN_CUT_KEYS, HopperLaunch
 from quire.kernels.launch import Launch
@@ -205,7 +205,8 @@ def cut_launches(whole: PortableLaunch, max_decode_queries: int = 0) -> dict[str
 def invariant_launches(request: Request) -> dict[str, Launch]:
     """Return the launches of a batch-invariant plan, which have the same bits: they differ in rows and in what is cut.
 
-    Each split of the keys has a fixed size. "whole" has a program for each row block, "cut" for each partition.
+    Each split of the keys has a fixed size. "whole" has a program for each row block, "cut" for each partition; of
+    "joined", a second launch folds the states of splits.
     """
     spec, device = request.spec, request.device
     base, _ = invariant_config(request)
@@ -223,9 +224,9 @@ def invariant_launches(request: Request) -> dict[str, Launch]:
         own = {"whole": whole}
         if 0 < whole.max_units < MAX_UNITS and request.bounds.max_seq_len > FIXED_SPLIT_SIZE:
             split = replace(whole, num_partitions=1)
-            cut = replace(split, num_partitions=min(split.capacity, split.max_units))
+            cut = replace(split, num_partitions=min(split.capacity, split.max_units), combine_launch=False)
             if cut.scratch_size().total <= MOST_INVARIANT_SCRATCH:
-                own["cut"] = cut
+                own |= {"cut": cut, "joined": replace(cut, combine_launch=True)}
         for use, launch in own.items():
             fallback = found.get(f"portable {name_of(base)} {use}") if config is not base else None
             if config.full_tile_loop and spec.kv_dtype is not spec.dtype:
@@ -250,15 +251,13 @@ def hopper_launches(request: Request) -> dict[str, Launch]:
     if request.has_tree or not request.has_cu_seqlens or request.bounds.num_tokens == 0:
         return found
     costs = tree.cost_model(spec, request.device)
-    queries = max(1, request.bounds.max_query_len)
-    queries = power_of_two(queries) if request.is_ragged else queries
     variants = hopper_variants(spec, request.device)
     fallback = fallback_of(request) if variants else None
     for name, fields in variants.items():
         assert fallback is not None
         rows = ROWS_OF_WARPGROUP * fields["num_warpgroups"]
         for apart in (False, True) if request.is_ragged and fields["num_warpgroups"] == 2 else (False,):
-            block_t = queries_of_tile(rows, spec.group_size, queries, request.is_ragged, apart)
+            block_t = tokens_of_tile(rows, spec.group_size, apart)
             config = HopperConfig(block_t=block_t, apart=apart, **fields)
             parts = cdiv(spec.head_dim_v, MAX_PART_COLUMNS)
             launch = HopperLaunch(request, config, fallback, column_parts=parts, cuts=False)
@@ -267,7 +266,8 @@ def hopper_launches(request: Request) -> dict[str, Launch]:
             cut = replace(whole, cuts=True)
             if not cut.cut_slots or request.keys_seen <= max(MIN_CUT_KEYS, 4 * share_of_program(launch)):
                 found[f"{key} whole"] = whole
-            if cut.cut_slots and request.keys_seen > MIN_CUT_KEYS:
+            may_differ = request.is_ragged or request.bounds.max_seq_len > request.bounds.max_query_len
+            if cut.cut_slots and may_differ and request.keys_seen > MIN_CUT_KEYS:
                 found[f"{key} cut"] = cut
             splits = most_splits(launch)
             if splits > 1:
@@ -275,6 +275,17 @@ def hopper_launches(request: Request) -> dict[str, Launch]:
             if (decode := decode_launch(request)) is not None:
                 found[f"{key} decode"] = replace(found.get(f"{key} cut", whole), decode=decode)
     return found
+
+
+def tokens_of_tile(rows: int, group_size: int, apart: bool) -> int:
+    """Return how many query tokens a work tile of so many rows has, next to as many heads as divide the group.
+
+    It uses the most rows, and of equal numbers, that with the most heads: its keys are loaded once for all of them.
+    """
+    parts = 2 if apart else 1
+    own = rows // parts
+    heads = max((n for n in range(1, own + 1) if group_size % n == 0), key=lambda n: (own // n * n, n))
+    return own // heads * parts
 
 
 def share_of_program(launch: HopperLaunch) -> float:

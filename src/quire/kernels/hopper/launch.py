@@ -93,13 +93,15 @@ class HopperLaunch:
         is decided depends on powers of two of the bounds alone.
         """
         request, bounds = self.request, self.request.bounds
-        may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
-        may_differ = may_differ or request.is_ragged
         no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
-        if request.num_seqs == 1 or not may_differ or no_cuts or self.cuts is False:
+        if request.num_seqs == 1 or no_cuts or self.cuts is False:
             return 0
         if self.cuts:
             return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
+        may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
+        may_differ = may_differ or request.is_ragged
+        if not may_differ:
+            return 0
         # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
         row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
         row_blocks += tree.power_of_two(request.num_seqs) // 2

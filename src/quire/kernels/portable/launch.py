@@ -151,8 +151,8 @@ class PortableLaunch:
 
     @property
     def partials_at_once(self) -> int:
-        """Partials of a row that a program of the second launch combines at once."""
-        return min(MOST_AT_ONCE, max(4, power_of_two(self.mean_partials)))
+        """Partials of a row that a program of the second launch combines at once: 8, 32 or 64."""
+        return next((most for most in (8, 32) if self.mean_partials <= most), MOST_AT_ONCE)
 
     @cached_property
     def combine_columns(self) -> int:
