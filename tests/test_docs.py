@@ -18,8 +18,8 @@ import torch
 import triton
 
 import quire
+from quire.dispatch.constants import forget
 from quire.dispatch.device import compile_for
-from quire.dispatch.tree import forget_trees
 from quire.kernels import launcher
 from quire.targets import TARGETS
 
@@ -337,7 +337,7 @@ def test_a_call_takes_its_path_in_this_order(path, monkeypatch):
     for name in ("combine", "copy", "write", "write_latent"):  # they bind `launch` at import: not the stand-in
         importlib.import_module(f"quire.kernels.{name}")
     monkeypatch.setattr(launcher, "launch", lambda *arguments: None)  # neither compile nor run
-    forget_trees()  # nor remember what was chosen before
+    forget()  # nor remember what was chosen before
     call, verbs = PATHS[path]
     entered = dict.fromkeys(call.enter()[verbs])
     on_the_host = [step for step in paths()[path] if not functions_of(step[0])[step[1]]]

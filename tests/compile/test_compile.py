@@ -24,8 +24,8 @@ from triton.experimental.gluon import language as gl
 import quire
 from quire import api
 from quire.dispatch.config import KernelConfig
+from quire.dispatch.constants import forget
 from quire.dispatch.device import compile_for
-from quire.dispatch.tree import forget_trees
 from quire.kernels import primitives
 from quire.kernels.hopper import consumer as hopper_consumer
 from quire.kernels.hopper import convert as hopper_convert
@@ -38,7 +38,6 @@ from quire.kernels.panels import power_of_two
 from quire.kernels.portable import kernel as portable
 from quire.kernels.portable.launch import PortableLaunch
 from quire.targets import TARGETS, Compiled, Launch, compiling
-from quire_tools.tuning.space import hinted
 from tests.compile import launches, loops
 from tests.compile.launches import TUNED
 from tests.extended import each_kind, extended
@@ -907,7 +906,8 @@ def test_amd_s_hints_reach_its_compiler(target):
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
     config = KernelConfig(64, 32, 4, 1, False, 1, 128, 128)
     found = {}
-    for hinted_config in hinted(config, TARGETS[target].properties):
+    for hints in ({}, {"waves_per_eu": 1}, {"matrix_instr_nonkdim": 16}):
+        hinted_config = replace(config, **hints)
         launch = Launch(spec, 4, 64, 4096, 256, options=(("config", hinted_config),))
         (compiled,) = without_schedules(launch.compile(TARGETS[target])[1])
         assert not compiled.spills and compiled.shared <= TARGETS[target].shared_memory
@@ -929,11 +929,11 @@ def test_the_suite_sees_a_spill(target, block_m, block_n, monkeypatch):
         block_d=128,
         block_dv=128,
     )
-    forget_trees()  # and with them the choices of other tests
+    forget()  # and with them the choices of other tests
     with monkeypatch.context() as patch, compiling(TARGETS[target]) as compiled:
-        patch.setattr("quire.dispatch.tree.select", lambda *args: (too_large, "a test"))
+        patch.setattr("quire.kernels.portable.variants.configs_of", lambda *args: {"too large": too_large})
         launches.attend("decode", 128, "plain")
-    forget_trees()
+    forget()
     assert without_schedules(compiled)[0].spills > 0
 
 

@@ -2,19 +2,17 @@
 
 import pytest
 
-from quire.dispatch.tree import forget_trees
+from quire.dispatch.constants import forget
 
 
 @pytest.fixture
 def combine_apart(monkeypatch):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-    from quire.kernels.portable.launch import PortableLaunch  # other tests need no Triton
+    from quire.kernels.portable import variants
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(
-            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
-        )
-        forget_trees()
+        monkeypatch.setattr(variants, "uses_with_partitions", lambda *given: ("joined" if apart else "cut",))
+        forget()
 
     yield combine_apart
-    forget_trees()
+    forget()

@@ -13,13 +13,13 @@ from quire.cli import main
 from quire.dispatch.predict import Numbers, micros
 from quire.dispatch.request import Options
 from quire.drawn import flops_of
-from quire.kernels.variants import kind_of, launches
+from quire.kernels.choose import kind_of, variants
 from quire.kernels.work import lens_of, work_of
 from quire.targets import TARGETS
 from quire_tools.tuning.drawn import KINDS, MAX_BYTES, MAX_FLOPS, case_of, draw
-from quire_tools.tuning.fit_variants import cross_judged, fit_all, predicted, read_records, summary
-from quire_tools.tuning.sweep_variants import Compilations, sweep_variants
-from quire_tools.tuning.timing import HALF, NOW, candidates
+from quire_tools.tuning.fit import cross_judged, fit_all, predicted, read_records, summary
+from quire_tools.tuning.sweep import Compilations, sweep
+from quire_tools.tuning.timing import HALF, candidates
 
 SM90 = TARGETS["sm90"]
 CASES = list(islice(draw(7), 100))
@@ -36,7 +36,7 @@ def invented(case, names):
     """Return the times of variants of a case in the known model, with some noise."""
     noise, found = random.Random(case.name), candidates(case, SM90.properties)
     lens = [(q, s, 1) for q, s in case.lens]
-    exact = {name: micros(work_of(found[name], lens), known(name)) for name in names if name != NOW}
+    exact = {name: micros(work_of(found[name], lens), known(name)) for name in names}
     return {name: {"micros": time * (1 + noise.gauss(0, 0.01))} for name, time in exact.items()}
 
 
@@ -47,9 +47,7 @@ def records(tmp_path_factory) -> list[Path]:
     for seed in (1, 2, 3):
         paths.append(folder / f"{seed}.jsonl")
         header = {"device": "a made-up device", "properties": asdict(SM90.properties), "seed": seed}
-        done = sweep_variants(
-            paths[-1], header, seed, 150, Compilations(SM90, 0), invented, seconds=600, say=lambda text: None
-        )
+        done = sweep(paths[-1], header, seed, 150, Compilations(SM90, 0), invented, seconds=600, say=lambda text: None)
         assert done == 150
     return paths
 
@@ -70,7 +68,7 @@ def test_each_request_has_variants_and_each_of_these_some_work(target):
     properties = TARGETS[target].properties
     for case in CASES:
         request = case.request(properties)
-        found = launches(request, Options(batch_invariant=case.batch_invariant))
+        found = variants(request, Options(batch_invariant=case.batch_invariant))[0]
         assert 1 <= len(found) <= 30, (case, found)
         for launch in found.values():
             for lens in (lens_of(request), [(q, s, 1) for q, s in case.lens]):
@@ -83,7 +81,7 @@ def test_the_fit_predicts_as_plans_do():
     works = [
         work_of(launch, lens_of(case.request(SM90.properties)))
         for case in CASES[:30]
-        for launch in launches(case.request(SM90.properties)).values()
+        for launch in variants(case.request(SM90.properties), Options())[0].values()
     ]
     numbers = known("any")
     many = predicted(np.array(works, dtype=np.float64), np.array(numbers))
@@ -93,7 +91,7 @@ def test_the_fit_predicts_as_plans_do():
 def test_more_work_never_takes_less_time():
     draws, numbers = random.Random(0), known("any")
     for case in CASES:
-        for launch in launches(case.request(SM90.properties)).values():
+        for launch in variants(case.request(SM90.properties), Options())[0].values():
             work = work_of(launch, lens_of(case.request(SM90.properties)))
             for field in ("tiles", "nbytes"):
                 more = work._replace(**{field: getattr(work, field) * (1 + draws.random())})
@@ -138,7 +136,7 @@ def test_a_sweep_goes_on_after_the_case_that_lost_the_device(tmp_path):
 
     def go_on():
         header = {"properties": asdict(SM90.properties)}
-        sweep_variants(path, header, 5, 6, Compilations(SM90, 0), measure, 60, lambda text: None)
+        sweep(path, header, 5, 6, Compilations(SM90, 0), measure, 60, lambda text: None)
 
     with pytest.raises(RuntimeError):
         go_on()
@@ -160,7 +158,7 @@ def test_what_does_not_compile_is_recorded_and_not_timed(tmp_path):
 
     path = tmp_path / "one.jsonl"
     header = {"properties": asdict(SM90.properties)}
-    sweep_variants(path, header, 5, 3, Failing(SM90, 0), measure, 60, lambda text: None)
+    sweep(path, header, 5, 3, Failing(SM90, 0), measure, 60, lambda text: None)
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if "times" in line]
     assert len(lines) == 3
     for line in lines:

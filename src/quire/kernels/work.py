@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from quire.dispatch.predict import Work
+from quire.dispatch.config import padded
+from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch
@@ -11,20 +12,44 @@ from quire.kernels.portable.launch import PortableLaunch
 from quire.spec import AttentionSpec
 
 Lens = Sequence[tuple[int, int, int]]  # queries, keys, and how many sequences have them
-MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of a row block of the Hopper kernel, and of a sequence's only one
+EQUAL, RAGGED, SKEWED = 1.0, 0.5, 0.2  # how much scenarios count
+MIN_KEYS_OF_CUT = 512  # of a split of a row block that programs of the Hopper kernel cut
+MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of such a row block, and of a sequence's only one
 
 
 def lens_of(request: Request) -> Lens:
-    """Return the lengths that a request is taken to have: those of its bounds.
+    """Return the lengths of a request whose sequences all have as many keys as its bounds say.
 
     Of a ragged batch, one sequence has the most queries, and the others share the rest.
     """
+    return scenarios(request)[0][1]
+
+
+def scenarios(request: Request) -> list[tuple[float, Lens]]:
+    """Return lengths that a batch may have whose bounds alone are known, and how much each counts.
+
+    All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
+    and the others few. Of a ragged batch, the sequence with the most queries may be a prompt, or a chunk of one.
+    """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
-    if not request.is_ragged or num_seqs == 1:
-        return ((min(queries, tokens), keys, num_seqs),)
-    others = max(0, tokens - queries) // (num_seqs - 1)
-    return (queries, keys, 1), (max(1, others), keys, num_seqs - 1)
+    if num_seqs == 1:
+        return [(1.0, ((min(queries, tokens), keys, 1),))]
+    if request.is_ragged:
+        own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
+        found = [
+            (EQUAL, ((queries, keys, 1), (own, keys, others))),
+            (RAGGED, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
+            (SKEWED, ((queries, keys, 1), (own, max(own, keys // 16), others))),
+        ]
+    else:
+        some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
+        half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
+        found = [(EQUAL, ((queries, keys, num_seqs),))]
+        if few < keys:
+            found.append((RAGGED, ((queries, keys, 1), (queries, half, some), (queries, eighth, most))))
+            found.append((SKEWED, ((queries, keys, 1), (queries, few, num_seqs - 1))))
+    return [(share, tuple(each for each in lens if each[2] > 0)) for share, lens in found]
 
 
 def tiles_of_sequence(
@@ -115,25 +140,30 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
         lens = [found for found in lens if found[0] > launch.max_decode_queries] or lens[:1]
     parts = spec.num_q_heads // launch.heads * launch.column_parts
     items, tiles, longest = 0, 0.0, 0.0
+    seen: list[tuple[int, float]] = []  # row blocks of a sequence, and the tiles of its longest one
     for queries, keys, count in lens:
         blocks, of_seq, most = tiles_of_sequence(spec, queries, keys, config.block_t, config.block_n)
         items, tiles, longest = items + blocks * count, tiles + of_seq * count, max(longest, most)
+        seen.append((blocks, most))
     sms = request.device.num_sms
-    slots = sms * config.programs_per_sm
-    nbytes, splits, cut = bytes_of(spec, lens), launch.num_splits, 0.0
+    slots, nbytes = sms * config.programs_per_sm, bytes_of(spec, lens)
     items, tiles = items * parts, tiles * parts
-    if splits > 1:
+    if (splits := launch.num_splits) > 1:
         rows = sum(q * count for q, _, count in lens) * spec.num_q_heads * splits
         partial_bytes = 4 * rows * (spec.head_dim_v + 1)
         return Work(slots, sms, items * splits, items * splits, tiles, longest / splits, nbytes, splits, partial_bytes)
-    if launch.cut_slots:
-        share = max(tiles / slots, 512 / config.block_n)
-        cut = min(MAX_CUT_SPLITS, longest / share)
-    if cut > 1:
-        longest /= cut
-        partial_bytes = 4 * 64 * config.num_warpgroups * min(launch.cut_slots, items * cut) * (launch.part_width + 2)
-        return Work(slots, sms, items, items, tiles, longest, nbytes, cut, partial_bytes)
-    return Work(slots, sms, items, items, tiles, longest, nbytes)
+    if not launch.cut_slots:
+        return Work(slots, sms, items, items, tiles, longest, nbytes)
+    share, uncut, most_splits = max(tiles / slots, MIN_KEYS_OF_CUT / config.block_n), 0.0, 1.0
+    for blocks, most in seen:
+        limit = MAX_CUT_SPLITS_ALONE if blocks == 1 else MAX_CUT_SPLITS
+        splits = max(1.0, min(limit, most / share))
+        uncut, most_splits = max(uncut, most / splits), max(most_splits, splits)
+    if most_splits == 1:
+        return Work(slots, sms, items, items, tiles, longest, nbytes)
+    rows = 64 * config.num_warpgroups * min(launch.cut_slots, items * most_splits)
+    partial_bytes = 4 * rows * (launch.part_width + 2)
+    return Work(slots, sms, items * most_splits, items, tiles, uncut, nbytes, most_splits, partial_bytes)
 
 
 def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
@@ -155,3 +185,20 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
         sms, sms, programs, programs * begun, tiles * blocks, share, nbytes, partials if partials > 1 else 0,
         partial_bytes,
     )  # fmt: skip
+
+
+def guess(launch: Launch) -> Numbers:
+    """Return numbers of a launch of which nothing was measured: floors of bytes and products, and usual latencies."""
+    request, spec = launch.request, launch.request.spec
+    device, size = request.device, request.spec.dtype.itemsize
+    rows, keys, columns = 64, TILE, padded(spec.head_dim) + padded(spec.head_dim_v)
+    if isinstance(launch, HopperLaunch):
+        rows, keys = 64 * launch.config.num_warpgroups, launch.config.block_n
+    elif isinstance(launch, PortableLaunch):
+        rows, keys = launch.config.block_m, launch.config.block_n
+    per_micro = 3e6 if device.has_wgmma else 1.5e6  # products of an SM
+    if isinstance(launch, HopperLaunch | MLAHopperLaunch):
+        per_micro = 5e6
+    sm_tile = 2 * rows * keys * columns / per_micro * (4 if size == 4 else 1)
+    megabyte = 1048576 / (900 * (device.memory_gbps or 36 * device.num_sms))
+    return Numbers(3.0, 0.8, 0.35 + sm_tile, sm_tile, megabyte, 1.0, 0.05, megabyte)

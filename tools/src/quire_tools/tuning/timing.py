@@ -18,14 +18,14 @@ import torch
 import quire
 from quire.dispatch.device import DeviceProperties, device_properties
 from quire.dispatch.request import Options
+from quire.kernels.choose import variants
 from quire.kernels.launch import Launch
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.variants import launches
-from quire.plan import decide, make_plan
+from quire.plan import make_plan
 from quire_tools.bench.measure import describe_error
 from quire_tools.tuning.drawn import DrawnCase
 
-HALF, NOW = " half", "now"
+HALF = " half"
 LAYERS = 32
 ROTATED_BYTES = 256 << 20  # of all caches together: several times what the L2 cache holds
 MAX_CACHES = 96
@@ -35,19 +35,18 @@ HOPELESS = 4.0  # times the best one's time: of these, the first rough time is k
 
 
 def candidates(case: DrawnCase, device: DeviceProperties) -> dict[str, Launch]:
-    """Return what is timed for a case: its variants, one of them with half the partitions, and today's choice, "now".
+    """Return what is timed for a case: its variants, and one of them with half the partitions.
 
     The partitions tell what an item costs apart from a tile.
     """
     request, options = case.request(device), Options(batch_invariant=case.batch_invariant)
-    found = launches(request, options)
+    found, _ = variants(request, options)
     cut = [name for name, launch in found.items() if isinstance(launch, PortableLaunch) and launch.num_partitions > 3]
     if cut:
         name = cut[len(case.name) % len(cut)]
         launch = found[name]
         assert isinstance(launch, PortableLaunch)
         found[f"{name}{HALF}"] = replace(launch, num_partitions=launch.num_partitions // 2)
-    found[NOW], _ = decide(request, options)
     return found
 
 

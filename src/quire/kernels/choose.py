@@ -1,0 +1,181 @@
+"""The choice among kernels: of all variants that serve a request, the one of least predicted time.
+
+There is no other rule. Each family lists its variants (`variants.py` in its folder), `work.py` counts what they do, and
+`dispatch/predict.py` says how long that takes, by numbers of `dispatch/constants`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from quire.dispatch.config import HopperConfig, padded
+from quire.dispatch.constants import CHOICES, constants_of
+from quire.dispatch.predict import Numbers, micros, times
+from quire.dispatch.request import Options, Request
+from quire.errors import UnsupportedError
+from quire.kernels.hopper import variants as hopper
+from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.launch import Launch, once
+from quire.kernels.mla import variants as mla
+from quire.kernels.mla_hopper import variants as mla_hopper
+from quire.kernels.mla_hopper.launch import MLAHopperLaunch
+from quire.kernels.portable import variants as portable
+from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
+from quire.spec import AttentionSpec
+
+FAMILIES = "mla_hopper", "mla", "hopper", "portable"  # as `plan(kernel=...)` names them
+FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
+WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
+
+
+def variants(request: Request, options: Options, within: bool = False) -> tuple[dict[str, Launch], dict[str, str]]:
+    """Return the launches of all families that serve a request, by name; and by family, what the others do not serve.
+
+    Args:
+        request: the batch.
+        options: what the caller of `plan` asks for.
+        within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
+    """
+    is_latent, kernel = request.spec.latent, options.kernel
+    own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
+    of_others = "latents" if is_latent else "keys and values that aren't latents"
+    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)}
+    found: dict[str, Launch] = {}
+    base = (mla if is_latent else portable).variants(request, options, within)
+    if isinstance(base, str):
+        refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
+        return found, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
+    if kernel in (None, own):
+        found |= base
+    if kernel in (None, fast):
+        first: Any = next(iter(base.values()))
+        faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
+        if isinstance(faster, str):
+            refusals[fast] = faster
+        else:
+            found |= faster
+    return found, refusals
+
+
+def choose(request: Request, options: Options) -> tuple[Launch, str]:
+    """Return the launch of least predicted time, and the reason.
+
+    Raises:
+        UnsupportedError: no kernel family serves the request, or the caller's does not.
+    """
+    found, refusals = variants(request, options)
+    if not found:
+        if options.kernel is not None:
+            others = " or ".join(repr(other) for other in FAMILIES if other != options.kernel)
+            raise UnsupportedError(
+                f"kernel must be {others} or left out here, got {options.kernel!r}, which does not serve "
+                f"{refusals[options.kernel]}"
+            )
+        refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
+        raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
+    launch, *others = least(found)
+    if launch.name in FAST:
+        base = [other for other in others if other.name not in FAST]
+        portable_one = options._replace(kernel=FAST[launch.name])
+        launch = replace(launch, fallback=base[0] if base else least(variants(request, portable_one)[0])[0])
+    reason = f"the least predicted time of {len(found)} variants" if others else "the only variant"
+    reason += f" by the numbers of {constants_of(request.device).name}"
+    if others:
+        reason += f", before {variant_of(others[0])}"
+    return launch, reason
+
+
+def key_steps(spec: AttentionSpec, device: Any) -> set[int]:
+    """Return numbers of keys after which other kernels may be launched."""
+    if spec.latent:
+        return mla.key_steps(spec, device)
+    return portable.key_steps(spec, device) | hopper.key_steps(spec, device)
+
+
+def least(found: Mapping[str, Launch]) -> list[Any]:
+    """Return launches, the one of least predicted time first.
+
+    The lengths of a batch are on the device. So what counts is the time over the least one, for some lengths that it
+    may have (`work.scenarios`).
+    """
+    first, cost = next(iter(found.values())), dict.fromkeys(found, 0.0)
+    if len(found) == 1:
+        return [first]
+    for share, lens in scenarios(first.request):
+        times = {name: predicted(launch, lens, name) for name, launch in found.items()}
+        best = min(times.values())
+        for name, time in times.items():
+            cost[name] += share * time / best
+    return [found[name] for name in sorted(found, key=cost.__getitem__)]
+
+
+def predicted(launch: Any, lens: Lens, name: str | None = None) -> float:
+    """Return the µs that a launch is predicted to take for sequences of some lengths."""
+    time = micros(work_of(launch, lens), numbers_of(launch, name))
+    if getattr(launch, "decode", None) is not None:  # which runs beside it
+        time = max(time, predicted(launch.decode, lens))
+    return time
+
+
+@once
+def predicted_us(launch: Any) -> float | None:
+    """Return the µs that a launch is predicted to take at its bounds; None where PyTorch serves the request."""
+    if launch.name == "torch":
+        return None
+    if launch.name == "shared_prefix":
+        return sum(predicted(part, lens_of(part.request)) for part in launch.launches)
+    return predicted(launch, lens_of(launch.request))
+
+
+def numbers_of(launch: Any, name: str | None = None) -> Numbers:
+    """Return the numbers of a launch's variant; a guess times the factors of its family if it was not measured."""
+    request = launch.request
+    is_invariant = getattr(launch, "fixed_split_size", 0) > 0
+    of_kind = numbers_of_kind(request.spec, request.device, is_invariant)
+    name = name or variant_of(launch)
+    if (known := of_kind.get(name)) is not None:
+        return known
+    factors = constants_of(request.device).factors.get(family_of(name))
+    return guess(launch) if factors is None else times(guess(launch), factors)
+
+
+@lru_cache(maxsize=1024)
+def numbers_of_kind(spec: AttentionSpec, device: Any, is_invariant: bool) -> dict[str, Numbers]:
+    """Return the numbers of a spec's variants on a device; none if nothing like it was measured."""
+    return constants_of(device).kinds.get(kind_of(spec, is_invariant), {})
+
+
+CHOICES.append(numbers_of_kind)
+
+
+def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
+    """Return which numbers a spec's variants have: the columns of heads, bytes of numbers, and whose bits are fixed."""
+    width = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    columns = "latents" if spec.latent else str(next((most for most in WIDTHS if width <= most), WIDTHS[-1]))
+    return f"{columns} {spec.dtype.itemsize}/{spec.kv_dtype.itemsize}{' invariant' * batch_invariant}"
+
+
+def family_of(name: str) -> str:
+    """Return what variants that are used alike have in common: their kernel, and the use where it is named."""
+    first, *_, last = name.split() * 2
+    return f"{first} {last}" if last in ("whole", "cut", "joined", "split") else first
+
+
+def variant_of(launch: Any) -> str:
+    """Return the name of a launch among the variants."""
+    if isinstance(launch, MLAHopperLaunch):
+        return f"mla_hopper{' fp8' * launch.fp8_mma}"
+    if isinstance(launch, HopperLaunch):
+        config: HopperConfig = launch.config
+        if launch.fixed_split_size:
+            return f"hopper wg{config.num_warpgroups} n{config.block_n}"
+        use = "split" if launch.num_splits > 1 else "cut" if launch.cuts else "whole"
+        size = f"wg{config.num_warpgroups} n{config.block_n} s{config.num_stages} q{config.num_q_stages}"
+        return f"hopper {size}{' fp8' * config.fp8_mma}{' apart' * config.apart} {use}"
+    assert isinstance(launch, PortableLaunch), launch
+    if launch.kernel == "mla":
+        return f"mla {portable.name_of(launch.config)}"
+    use = "joined" if launch.has_combine_launch else "cut" if launch.num_partitions else "whole"
+    return f"portable {portable.name_of(launch.config)} {use}"
