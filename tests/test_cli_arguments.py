@@ -136,7 +136,7 @@ def test_libraries_that_do_not_exist_are_named(has_gpu, monkeypatch, tmp_path, c
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_needs_a_gpu(capsys):
-    refused(capsys, ["tune", "--quick"], "must have a GPU to measure, got none")
+    refused(capsys, ["tune", "sweep", "--output", "x.jsonl"], "must have a GPU to measure, got none")
 
 
 def test_floors_take_no_run_s_place(tmp_path, capsys):

@@ -674,17 +674,23 @@ OUTSIDE = {
     "Hopper: intervals past the sequence": Mutant(
         ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
-    "plans with more scratch than their corners": Mutant(
-        "plan.py",
-        "with_most_partitions().scratch_size().total <= most:\n",
-        "with_most_partitions().scratch_size().total <= max(most, 1 << 40):\n",
-        "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
-    ),
     "workspace_size without the most partitions": Mutant(
-        "compile_ahead/verbs.py",
-        "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
-        "max(launch.scratch_size().total for launch in launches)",
+        "compile_ahead/launches.py",
+        "size = launch.with_most_partitions().scratch_size().total",
+        "size = launch.scratch_size().total",
         "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",
+    ),
+    "a warm-up of the variants that are few enough": Mutant(
+        "compile_ahead/launches.py",
+        "within=True)\n        for launch in found.values():\n            yield from alike(launch)",
+        "within=True)\n        for launch in found.values():\n            yield launch",
+        "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
+    ),
+    "the most predicted time": Mutant(
+        "kernels/choose.py",
+        "sorted(found, key=cost.__getitem__)",
+        "sorted(found, key=cost.__getitem__, reverse=True)",
+        "test_dispatch.py::test_a_choice_is_of_the_least_predicted_time_where_lengths_are_known",
     ),
     "a launch of other numbers": Mutant(
         "kernels/launcher.py",

@@ -114,7 +114,7 @@ def least(found: Mapping[str, Launch]) -> list[Any]:
 def predicted(launch: Any, lens: Lens, name: str | None = None) -> float:
     """Return the µs that a launch is predicted to take for sequences of some lengths."""
     time = micros(work_of(launch, lens), numbers_of(launch, name))
-    if getattr(launch, "decode", None) is not None:  # which runs beside it
+    if getattr(launch, "decode", None) is not None:  # which runs at the same time
         time = max(time, predicted(launch.decode, lens))
     return time
 

@@ -106,7 +106,7 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
 
 
 def with_decode_launch(launch: HopperLaunch) -> HopperLaunch:
-    """Return a launch with one beside it that serves sequences of few queries, where a batch may have such."""
+    """Return a launch with a further one that serves sequences of few queries, where a batch may have such."""
     request, bounds = launch.request, launch.request.bounds
     max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
