@@ -134,7 +134,8 @@ class Plan:
             )
         if self.launch.name in ("torch", "shared_prefix"):
             return None
-        return predicted(self.launch, [(int(q), int(s), 1) for q, s in zip(queries, seq_lens, strict=True)])
+        lens = tuple((int(q), int(s), 1) for q, s in zip(queries, seq_lens, strict=True))
+        return predicted(self.launch, lens)
 
     def launch_for(self, cache: PagedKVCache, q: Any = None) -> Launch:
         """Return what `attention` launches for a cache, and for queries if they are given.

@@ -103,17 +103,25 @@ def least(found: Mapping[str, Launch]) -> list[Any]:
     first, cost = next(iter(found.values())), dict.fromkeys(found, 0.0)
     if len(found) == 1:
         return [first]
+    of_kind = numbers_of_kind(first.request.spec, first.request.device, is_invariant(first))
     for share, lens in scenarios(first.request):
-        times = {name: predicted(launch, lens, name) for name, launch in found.items()}
+        times = {name: predicted(launch, lens, name, of_kind) for name, launch in found.items()}
         best = min(times.values())
         for name, time in times.items():
             cost[name] += share * time / best
     return [found[name] for name in sorted(found, key=cost.__getitem__)]
 
 
-def predicted(launch: Any, lens: Lens, name: str | None = None) -> float:
-    """Return the µs that a launch is predicted to take for sequences of some lengths."""
-    time = micros(work_of(launch, lens), numbers_of(launch, name))
+def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> float:
+    """Return the µs that a launch is predicted to take for sequences of some lengths.
+
+    Args:
+        launch: a launch of a kernel family.
+        lens: queries, keys, and how many sequences have them.
+        name: of the variant, where it is known.
+        of_kind: the numbers of the variants of its kind of spec, where they are known.
+    """
+    time = micros(work_of(launch, lens), numbers_of(launch, name, of_kind))
     if getattr(launch, "decode", None) is not None:  # which runs at the same time
         time = max(time, predicted(launch.decode, lens))
     return time
@@ -125,15 +133,21 @@ def predicted_us(launch: Any) -> float | None:
     if launch.name == "torch":
         return None
     if launch.name == "shared_prefix":
-        return sum(predicted(part, lens_of(part.request)) for part in launch.launches)
+        parts = [predicted_us(part) for part in launch.launches]
+        return None if None in parts else sum(parts)
     return predicted(launch, lens_of(launch.request))
 
 
-def numbers_of(launch: Any, name: str | None = None) -> Numbers:
+def is_invariant(launch: Any) -> bool:
+    """Return whether a launch is of a batch-invariant plan."""
+    return getattr(launch, "fixed_split_size", 0) > 0
+
+
+def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> Numbers:
     """Return the numbers of a launch's variant; a guess times the factors of its family if it was not measured."""
     request = launch.request
-    is_invariant = getattr(launch, "fixed_split_size", 0) > 0
-    of_kind = numbers_of_kind(request.spec, request.device, is_invariant)
+    if of_kind is None:
+        of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
     name = name or variant_of(launch)
     if (known := of_kind.get(name)) is not None:
         return known
@@ -142,9 +156,9 @@ def numbers_of(launch: Any, name: str | None = None) -> Numbers:
 
 
 @lru_cache(maxsize=1024)
-def numbers_of_kind(spec: AttentionSpec, device: Any, is_invariant: bool) -> dict[str, Numbers]:
+def numbers_of_kind(spec: AttentionSpec, device: Any, batch_invariant: bool) -> dict[str, Numbers]:
     """Return the numbers of a spec's variants on a device; none if nothing like it was measured."""
-    return constants_of(device).kinds.get(kind_of(spec, is_invariant), {})
+    return constants_of(device).kinds.get(kind_of(spec, batch_invariant), {})
 
 
 CHOICES.append(numbers_of_kind)

@@ -1,6 +1,6 @@
 """What launches do: `work_of` counts items, tiles and bytes of a launch, for lengths or for the bounds of a request."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from quire.dispatch.config import padded
 from quire.dispatch.predict import Numbers, Work
@@ -11,7 +11,7 @@ from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.portable.launch import PortableLaunch
 from quire.spec import AttentionSpec
 
-Lens = Sequence[tuple[int, int, int]]  # queries, keys, and how many sequences have them
+Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
 EQUAL, RAGGED, SKEWED = 1.0, 0.5, 0.2  # how much scenarios count
 MIN_KEYS_OF_CUT = 512  # of a split of a row block that programs of the Hopper kernel cut
 MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of such a row block, and of a sequence's only one
@@ -52,11 +52,12 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     return [(share, tuple(each for each in lens if each[2] > 0)) for share, lens in found]
 
 
+@lru_cache(maxsize=4096)
 def tiles_of_sequence(
-    spec: AttentionSpec, queries: int, keys: int, block: int, block_n: int
+    window: tuple[int, int], queries: int, keys: int, block: int, block_n: int
 ) -> tuple[int, float, float]:
     """Return a sequence's row blocks of so many tokens, the tiles of all, and those of the one that sees the most."""
-    left, right = spec.window
+    left, right = window
     blocks = max(1, cdiv(queries, block))
     before = keys - queries
     most = min(keys, left + right + min(block, queries))
@@ -72,10 +73,12 @@ def tiles_of_sequence(
     return blocks, blocks * (seen / block_n + 0.5), float(cdiv(most, block_n))
 
 
+@lru_cache(maxsize=8)
 def bytes_of(spec: AttentionSpec, lens: Lens) -> float:
     """Return the bytes that must be moved: visible keys and values once, queries and outputs."""
+    left, right = spec.window
     width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
-    keys = sum(min(s, spec.window[0] + spec.window[1] + q) * count for q, s, count in lens)
+    keys = sum(min(s, left + right + q) * count for q, s, count in lens)
     tokens = sum(q * count for q, _, count in lens)
     rows = tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     return float(keys * spec.num_kv_heads * width * spec.kv_dtype.itemsize + rows)
@@ -98,7 +101,7 @@ def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
     block_n = config.block_n
     blocks, tiles, longest = 0, 0.0, 0.0
     for queries, keys, count in lens:
-        number, of_seq, most = tiles_of_sequence(spec, queries, keys, max(1, rows // group), block_n)
+        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), block_n)
         parts = 1 if group <= rows else cdiv(group, rows)  # row blocks of a query's heads
         blocks, tiles, longest = blocks + number * parts * count, tiles + of_seq * parts * count, max(longest, most)
     return blocks, tiles, longest
@@ -137,12 +140,12 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
     """Return the work of the Hopper kernel: work tiles, splits of them, and none of what a decode launch serves."""
     request, config, spec = launch.request, launch.config, launch.request.spec
     if launch.decode is not None:
-        lens = [found for found in lens if found[0] > launch.max_decode_queries] or lens[:1]
+        lens = tuple(found for found in lens if found[0] > launch.max_decode_queries) or lens[:1]
     parts = spec.num_q_heads // launch.heads * launch.column_parts
     items, tiles, longest = 0, 0.0, 0.0
     seen: list[tuple[int, float]] = []  # row blocks of a sequence, and the tiles of its longest one
     for queries, keys, count in lens:
-        blocks, of_seq, most = tiles_of_sequence(spec, queries, keys, config.block_t, config.block_n)
+        blocks, of_seq, most = tiles_of_sequence(spec.window, queries, keys, config.block_t, config.block_n)
         items, tiles, longest = items + blocks * count, tiles + of_seq * count, max(longest, most)
         seen.append((blocks, most))
     sms = request.device.num_sms
@@ -163,7 +166,8 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
         return Work(slots, sms, items, items, tiles, longest, nbytes)
     rows = 64 * config.num_warpgroups * min(launch.cut_slots, items * most_splits)
     partial_bytes = 4 * rows * (launch.part_width + 2)
-    return Work(slots, sms, items * most_splits, items, tiles, uncut, nbytes, most_splits, partial_bytes)
+    items *= most_splits
+    return Work(slots, sms, items, items, tiles, uncut, nbytes, most_splits, partial_bytes)
 
 
 def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:

@@ -125,7 +125,7 @@ def read_records(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Timed]]:
 def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
     """Return the case of a line; None if no variant was timed."""
     case = case_of(line)
-    lens, may_be = [(q, s, 1) for q, s in case.lens], scenarios(case.request(device))
+    lens, may_be = tuple((q, s, 1) for q, s in case.lens), scenarios(case.request(device))
     launches, times, found = candidates(case, device), line["times"], []
     for name, result in times.items():
         variant = name.removesuffix(HALF)
