@@ -2,17 +2,14 @@
 
 import pytest
 
-from quire.dispatch.constants import forget
-
 
 @pytest.fixture
-def combine_apart(monkeypatch):
+def combine_apart(monkeypatch, take):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
     from quire.kernels.portable import variants
 
     def combine_apart(apart: bool) -> None:
         monkeypatch.setattr(variants, "uses_with_partitions", lambda *given: ("joined" if apart else "cut",))
-        forget()
+        take("joined" if apart else "cut")
 
-    yield combine_apart
-    forget()
+    return combine_apart

@@ -204,5 +204,7 @@ def guess(launch: Launch) -> Numbers:
     if isinstance(launch, HopperLaunch | MLAHopperLaunch):
         per_micro = 5e6
     sm_tile = 2 * rows * keys * columns / per_micro * (4 if size == 4 else 1)
+    if spec.kv_dtype is not spec.dtype:  # numbers are converted
+        sm_tile += keys * columns / 32_000
     megabyte = 1048576 / (900 * (device.memory_gbps or 36 * device.num_sms))
     return Numbers(3.0, 0.8, 0.35 + sm_tile, sm_tile, megabyte, 1.0, 0.05, megabyte)

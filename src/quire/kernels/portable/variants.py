@@ -42,7 +42,9 @@ INVARIANT = {
     2: {64: "16x128 w4 s3 p2", 128: "16x64 w4 s3 p2", 256: "16x64 w4 s3 p2", 512: "16x32 w8 s3 p1"},
     4: {128: "16x32 w8 s2 p1", 512: "16x16 w8 s2 p2"},
 }
-LARGE = 160 * 1024  # bytes of shared memory, up to which the widest heads have fewer warps
+# Bytes of shared memory, up to which batch-invariant plans have smaller tiles: of narrow heads of 8 bits, and of the
+# widest ones.
+SMALL, LARGE = 64 * 1024, 160 * 1024
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 WIDE_TILE = 16384  # keys times columns of a tile that eight warps keep in batch-invariant plans
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
@@ -170,6 +172,8 @@ def invariant_configs(spec: AttentionSpec, device: DeviceProperties) -> dict[str
     text = entry_of(of_width, width)
     if width > 256 and spec.dtype.itemsize == 2 and device.shared_memory <= LARGE:
         text = "16x16 w4 s2 p2"
+    if width <= 64 and spec.kv_dtype.itemsize == 1 and device.shared_memory <= SMALL:
+        text = "16x64 w4 s3 p2"
     config = reduced(read_config(text, spec), spec, device)
     if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
         wide = replace(config, num_warps=8, programs_per_sm=1)

@@ -25,7 +25,7 @@ from quire.kernels.work import guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
-SIGMA, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.4, 0.2  # of the logarithms of factors, around those before
+SIGMA, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.4  # of the logarithms of factors, around those before
 NOISE, NOISE_OF_ROUGH = 0.06, 0.2  # of the logarithm of a time
 
 
@@ -278,7 +278,8 @@ def percentile(numbers: Sequence[float]) -> float:
 def cross_judged(timed: Sequence[Timed]) -> list[Judged]:
     """Judge the cases of each seed by numbers that were fitted to the others."""
     found: list[Judged] = []
-    for seed in sorted({each.seed for each in timed}):
+    seeds = sorted({each.seed for each in timed})
+    for seed in seeds if len(seeds) > 1 else ():
         fitted = fit_all([each for each in timed if each.seed != seed])
         found += judge(fitted, [each for each in timed if each.seed == seed])
     return found
