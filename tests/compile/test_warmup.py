@@ -126,7 +126,6 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
     portable = {"schedule_kernel", "portable_kernel", "combine_partials_kernel"}
     of_hopper = set() if "token" in kind else {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
     assert kernels == {write} | portable | of_hopper
-    assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
 
 def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operator(without_compiler):

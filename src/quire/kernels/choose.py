@@ -134,7 +134,8 @@ def predicted_us(launch: Any) -> float | None:
         return None
     if launch.name == "shared_prefix":
         parts = [predicted_us(part) for part in launch.launches]
-        return None if None in parts else sum(parts)
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
     return predicted(launch, lens_of(launch.request))
 
 

@@ -45,7 +45,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     else:
         some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
         half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
-        found = [(EQUAL, ((queries, keys, num_seqs),))]
+        found: list[tuple[float, Lens]] = [(EQUAL, ((queries, keys, num_seqs),))]
         if few < keys:
             found.append((RAGGED, ((queries, keys, 1), (queries, half, some), (queries, eighth, most))))
             found.append((SKEWED, ((queries, keys, 1), (queries, few, num_seqs - 1))))

@@ -24,6 +24,7 @@ from quire.dispatch.predict import Numbers
 
 VARIABLE = "QUIRE_CONSTANTS"  # names the folder of the user's files
 USER_FILES = f"${VARIABLE}, $XDG_CONFIG_HOME/quire/constants or ~/.config/quire/constants"  # the first that there is
+PACKAGE = "quire.dispatch.constants"
 SHIPPED = "nvidia_h200"  # whose numbers are scaled for devices that have none
 SLOWER_WITHOUT_WGMMA = 2.0  # how many times as long an SM multiplies a tile
 CHOICES: list[Any] = []  # functions that cache what is chosen by these numbers, for `forget`
@@ -104,13 +105,13 @@ def forget() -> None:
 @cache
 def load(name: str) -> dict[str, Any]:
     """Read a shipped file."""
-    return json.loads(resources.files(__package__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads(resources.files(PACKAGE).joinpath(f"{name}.json").read_text(encoding="utf-8"))
 
 
 @cache
 def shipped_files() -> tuple[tuple[str, dict[str, Any]], ...]:
     """Read the shipped files, by name."""
-    paths = resources.files(__package__).iterdir()
+    paths = resources.files(PACKAGE).iterdir()
     names = sorted(path.name.removesuffix(".json") for path in paths if path.name.endswith(".json"))
     return tuple((name, load(name)) for name in names)
 
