@@ -4,6 +4,7 @@
 
 The questions come from vLLM: each argument of `validate_configuration` that says yes or no, each dtype of caches, and
 each kind of attention. The columns of the installed version are replaced, and the others stay. Cells are vLLM's words.
+Questions with the same answers share a row.
 """
 
 import importlib
@@ -83,14 +84,17 @@ def read(text: str) -> Cells:
     lines = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
     columns = rows[0][1:] if rows else []
-    return {name: dict(zip(columns, cells, strict=True)) for name, *cells in rows[2:]}
+    return {name: dict(zip(columns, cells, strict=True)) for names, *cells in rows[2:] for name in names.split(", ")}
 
 
 def table(cells: Cells) -> str:
     """Return the table."""
     columns = sorted({column for row in cells.values() for column in row})
     lines = [["vLLM asks", *columns], ["---"] * (1 + len(columns))]
-    lines += [[name, *(row.get(column, NOT_ASKED) for column in columns)] for name, row in cells.items()]
+    names: dict[tuple[str, ...], list[str]] = {}  # of the questions, by their answers
+    for name, row in cells.items():
+        names.setdefault(tuple(row.get(column, NOT_ASKED) for column in columns), []).append(name)
+    lines += [[", ".join(asked), *same] for same, asked in names.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

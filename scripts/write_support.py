@@ -392,7 +392,8 @@ Other cells name the targets or the batches that are served, or say what the ker
 ## Features and targets
 
 The kernels that serve decode and a prompt of 2,048 tokens; a plan takes the one of least predicted time.
-`split_kv` and `block` are the two forms of the portable kernel. Where it says "none", a plan is refused.
+`split_kv` and `block` are the two forms of the portable kernel: with keys split over programs, and without.
+Where it says "none", a plan is refused.
 The tests compile for all targets. The H200 and the H100 were measured, no other ([results](results/README.md)).
 
 {by_target}

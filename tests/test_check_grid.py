@@ -29,6 +29,14 @@ def test_drawn_cases_pass_here_and_are_those_of_the_bench(capsys):
     assert [line["feature"].split(", ")[1].split("/")[2] for line in lines] == heads
 
 
+def test_drawn_cases_over_latents_pass_here_and_are_those_of_the_bench(capsys):
+    assert main(["check", "--grid", "6", "--seed", "1", "--latents", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert all(line["passed"] and line["why"] is None and 0 < line["over_budget"] <= 1 for line in lines)
+    heads = [case.model for case in draw(6, 1, latents=True)]
+    assert [line["feature"].split(", ")[1] for line in lines] == heads
+
+
 def test_a_dtype_may_be_named(capsys):
     assert main(["check", "--grid", "2", "--dtype", "float32"]) == 0
     printed = capsys.readouterr().out

@@ -115,6 +115,7 @@ def test_bench_finds_a_folder_it_cannot_write_before_it_works(has_gpu, written, 
     [
         (["--only", "no such case"], "--only must be part of the name of a case, got 'no such case'"),
         (["--only", "grid 1/17:"], "got 'grid 1/17:'; pass --grid N and --seed S too"),
+        (["--latents"], "--latents must be given with --grid; add --grid N"),
         (["--trace", "/nowhere"], "--trace must be a file that can be read, got /nowhere"),
         (["--peers", "Quire 0,"], "--peers must begin the names of some of"),
         (["--peers", ","], "--peers must begin the names of some of"),

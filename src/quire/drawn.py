@@ -6,6 +6,10 @@ two, pages of any size, few queries on a long context. A seed and a number ident
 The space: head_dim from 16 to 256 in steps of 8, and 512; values of the same or of another width; groups of 1 to 16;
 pages of 1 to 1,072 tokens; 1 to 4,096 queries on 0 to 60,000 keys before them, equal or unequal; dense, windowed,
 soft-capped, with sinks. A batch above the limits loses sequences, then KV heads, then keys.
+
+The space of latents (`--latents`): 1 to 128 heads, half of the time a multiple of 8; 1 to 8 queries of each sequence;
+lengths that are equal, log-normal, or of one long sequence among short ones; pages of 1 to 128 tokens; latents of
+512 + 64 numbers in bfloat16 or e4m3.
 """
 
 import math
@@ -13,6 +17,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypedDict
+
+import torch
 
 from quire.spec import AttentionSpec
 
@@ -26,6 +32,10 @@ USUAL_PAGES = (1, 16, 32, 64, 128, 256, 528, 1072)
 MAX_PAGE_SIZE = 1072
 MASKS = ("dense", "window", "softcap", "sinks", "window, softcap", "window, sinks")
 SOFTCAPS = (15.0, 30.0, 50.0)
+MOST_DRAFTS = 8  # queries of a sequence over latents
+PAGES_OF_LATENTS = (1, 16, 32, 64, 128)
+SPREAD = 0.8  # of the logarithms of log-normal lengths
+LATENT_SCALE = 192**-0.5  # DeepSeek's scale of scores
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class Drawn:
 
     Attributes:
         name: the seed, the number, and all of the batch in words.
-        spec: of its layer, in bfloat16.
+        spec: of its layer, in bfloat16; a cache of latents may be in e4m3.
         lens: (query length, sequence length) of each sequence, new tokens included.
         page_size: tokens per page.
     """
@@ -86,20 +96,23 @@ class Drawn:
         """Bytes of the keys and values of all sequences, whole pages, and of queries and outputs."""
         spec = self.spec
         width = spec.head_dim + spec.head_dim_v
+        stored = spec.head_dim if spec.latent else width
         slots = sum(-(-s // self.page_size) for _, s in self.lens) * self.page_size
         rows = sum(q for q, _ in self.lens) * spec.num_q_heads
-        return slots * spec.num_kv_heads * width * spec.kv_dtype.itemsize + rows * width * spec.dtype.itemsize
+        return slots * spec.num_kv_heads * stored * spec.kv_dtype.itemsize + rows * width * spec.dtype.itemsize
 
 
-def draw(count: int, seed: int, limits: Limits) -> list[Drawn]:
+def draw(count: int, seed: int, limits: Limits, latents: bool = False) -> list[Drawn]:
     """Return the first `count` batches of a seed.
 
     Args:
         count: how many, from 1.
         seed: from 0.
         limits: how large a batch may be. They change the lengths, and perhaps the KV heads, and nothing else.
+        latents: whether the cache holds latents.
     """
-    return [draw_batch(seed, i, limits) for i in range(1, count + 1)]
+    one = draw_latents if latents else draw_batch
+    return [one(seed, i, limits) for i in range(1, count + 1)]
 
 
 def draw_batch(seed: int, number: int, limits: Limits) -> Drawn:
@@ -121,10 +134,35 @@ def draw_batch(seed: int, number: int, limits: Limits) -> Drawn:
         sinks="sinks" in mask,
         softcap=softcap if "softcap" in mask else None,
     )
-    batch = Drawn("", spec, draw_lens(rng, limits), page_size)
+    return named(f"grid {seed}/{number}", Drawn("", spec, draw_lens(rng, limits), page_size), limits)
+
+
+def draw_latents(seed: int, number: int, limits: Limits) -> Drawn:
+    """Return batch `number` of a seed, over latents."""
+    rng = random.Random(f"latents {seed}/{number}")
+    eights, any_number = 8 * log_uniform(rng, 1, MAX_HEADS // 8), log_uniform(rng, 1, MAX_HEADS)
+    heads = eights if rng.random() < 0.5 else any_number
+    queries = rng.choice((1, rng.randint(1, MOST_DRAFTS)))
+    usual, any_size = rng.choice(PAGES_OF_LATENTS), rng.randint(1, max(PAGES_OF_LATENTS))
+    page_size = usual if rng.random() < 0.75 else any_size
+    kv_dtype = rng.choice((torch.bfloat16, torch.float8_e4m3fn))
+    spec = AttentionSpec.mla(num_q_heads=heads, softmax_scale=LATENT_SCALE, kv_dtype=kv_dtype)
+    num_seqs, keys = log_uniform(rng, 1, limits.num_seqs), log_uniform(rng, FEW_KEYS, limits.context)
+    kind, lens = rng.choice(("equal", "log-normal", "one long")), []
+    for i in range(num_seqs):
+        if kind == "log-normal":
+            before = min(limits.context, int(keys * rng.lognormvariate(0, SPREAD)))
+        else:
+            before = keys if kind == "equal" or i == 0 else keys // 16
+        lens.append((queries, queries + before))
+    return named(f"grid latents {seed}/{number}", Drawn("", spec, tuple(lens), page_size), limits)
+
+
+def named(identity: str, batch: Drawn, limits: Limits) -> Drawn:
+    """Return a batch that is within the limits, with its name."""
     while (smaller := shrunk(batch, limits)) is not None:
         batch = smaller
-    return replace(batch, name=f"grid {seed}/{number}: {in_words(batch)}")
+    return replace(batch, name=f"{identity}: {in_words(batch)}")
 
 
 def draw_width(rng: random.Random) -> int:
@@ -199,6 +237,8 @@ def in_words(batch: Drawn) -> str:
 
 def heads_of(spec: AttentionSpec) -> str:
     """Return the numbers of heads and their widths."""
+    if spec.latent:
+        return f"{spec.num_q_heads} over latents{'' if spec.kv_dtype is spec.dtype else ' in e4m3'}"
     values = "" if spec.head_dim_v == spec.head_dim else f"+{spec.head_dim_v}"
     return f"{spec.num_q_heads}/{spec.num_kv_heads}/{spec.head_dim}{values}"
 

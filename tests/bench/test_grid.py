@@ -48,9 +48,28 @@ def test_the_space_is_covered():
     assert {case.kind for case in drawn} == {"decode", "drafts", "prefill", "chunk", "mixed"}
 
 
+def test_the_space_of_latents_is_covered():
+    drawn = draw(400, 3, latents=True)
+    assert drawn[:40] == draw(40, 3, latents=True) and drawn[0] != draw(1, 3)[0]
+    assert all(case.spec.latent and case.kind == "MLA decode" and case.layout == "latents" for case in drawn)
+    heads = {case.spec.num_q_heads for case in drawn}
+    assert min(heads) <= 2 and max(heads) > 120 and {8, 16, 24, 32, 64} < heads and any(n % 8 for n in heads)
+    assert {n for case in drawn for n in case.query_lens} == set(range(1, 9))
+    pages = {case.page_size for case in drawn}
+    assert min(pages) == 1 and max(pages) == 128 and any(n & (n - 1) for n in pages)
+    in_e4m3 = [case for case in drawn if case.spec.kv_dtype is torch.float8_e4m3fn]
+    assert 150 < len(in_e4m3) < 250 and all("e4m3" in case.name for case in in_e4m3)
+    lengths = [case.seq_lens for case in drawn if len(case.lens) > 4]
+    assert any(len(set(some)) == 1 for some in lengths) and any(
+        some.count(min(some)) > len(some) // 2 for some in lengths
+    )
+    assert any(len(set(some)) > 3 for some in lengths) and max(max(some) for some in lengths) > 20_000
+
+
+@pytest.mark.parametrize("latents", [False, True])
 @pytest.mark.parametrize("limits", [grid.MEASURED, SMALL])
-def test_a_case_is_within_its_limits(limits):
-    for batch in quire.drawn.draw(150, 4, limits):
+def test_a_case_is_within_its_limits(limits, latents):
+    for batch in quire.drawn.draw(150, 4, limits, latents):
         case = grid.as_case(batch)
         assert len(case.lens) <= limits.num_seqs and max(case.query_lens) <= limits.queries
         assert all(0 < q <= s <= q + limits.context for q, s in case.lens)

@@ -87,7 +87,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
             cos, sin = torch.zeros(2000, 128).chunk(2, 1)
             how["rope"] = quire.Rope(cos, sin, torch.zeros(1, dtype=torch.int64))
             how["qk_norm"] = quire.QKNorm(*torch.ones(2, 128))
-        names = quire.warmup(spec, cache, **BOUNDS, append=bool(append), **how)
+        quire.warmup(spec, cache, **BOUNDS, append=bool(append), **how)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (

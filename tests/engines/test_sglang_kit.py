@@ -139,7 +139,7 @@ def options_of_the_server(monkeypatch):
 @pytest.fixture(autouse=DEVICE == "cuda")
 def graphs(monkeypatch):
     """On a GPU, capture the forward pass where the kit would, and replay it on the values of the kit's next batch."""
-    graph, static, phase = torch.cuda.CUDAGraph(), [], [""]
+    graphs, static, phase = [], [], [""]
 
     def tensors(batch, inputs):
         return [inputs["input_hidden"], batch.out_cache_loc, batch.positions, batch.seq_lens, batch.req_pool_indices]
@@ -156,12 +156,13 @@ def graphs(monkeypatch):
             if phase[0] == "capture":
                 static[:] = tensors(batch, inputs)
                 run(fixture, batch, inputs)  # so that nothing is compiled while the graph is captured
-                with torch.cuda.graph(graph):
+                graphs[:] = [torch.cuda.CUDAGraph()]
+                with torch.cuda.graph(graphs[0]):
                     static.append(run(fixture, batch, inputs))
             elif phase[0] == "replay":
                 for old, new in zip(static, tensors(batch, inputs), strict=False):
                     old.copy_(new)
-                graph.replay()
+                graphs[0].replay()
             else:
                 return run(fixture, batch, inputs)
             return static[-1]

@@ -91,6 +91,7 @@ def command(*arguments):
 
 def test_drawn_cases_are_right_and_measured(tmp_path):
     assert main(["check", "--grid", "6", "--seed", "3"]) == 0
+    assert main(["check", "--grid", "12", "--seed", "3", "--latents"]) == 0
     wanted = ["--peers", "Quire,SDPA", "--seconds", "0.05", "--output", str(tmp_path)]
     assert main(["bench", "run", "--grid", "2", "--seed", "3", *wanted]) == 0
     assert len(load(tmp_path).rows) == 2

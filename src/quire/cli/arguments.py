@@ -48,7 +48,7 @@ def add_grid(
     what: str,
     sources: "argparse._MutuallyExclusiveGroup | None" = None,
 ) -> None:
-    """Add --grid and --seed, which draw cases at random; `what` is done with them.
+    """Add --grid, --seed and --latents, which draw cases at random; `what` is done with them.
 
     Args:
         parser: what they are added to.
@@ -64,12 +64,17 @@ def add_grid(
     parser.add_argument(
         "--seed", type=whole_number(0), metavar="S", help="with --grid: which cases are drawn (default: 0)"
     )
+    parser.add_argument(
+        "--latents", action="store_true", help="with --grid: cases over latents (MLA): heads, queries, lengths, pages"
+    )
 
 
 def check_seed(args: argparse.Namespace) -> None:
-    """Raise CommandError if there is a seed without a grid."""
+    """Raise CommandError if there is a seed without a grid, or latents without one."""
     if args.seed is not None and args.grid is None:
         raise CommandError(f"--seed must be given with --grid, got {args.seed} alone; add --grid N")
+    if args.latents and args.grid is None:
+        raise CommandError("--latents must be given with --grid; add --grid N")
 
 
 def add_card(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:

@@ -43,6 +43,7 @@ EXAMPLES = """examples:
   quire check --dtype float16 --fail-fast
   quire check --json > check.json
   quire check --grid 200 --seed 1       # cases drawn at random
+  quire check --grid 60 --latents       # over latents
   quire check --as sm86                 # the kernels that an older card gets, on this GPU
   TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes about a minute
 """
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--dtype must not be bfloat16 under Triton's interpreter, which has none; leave it out")
     drawn, width = None, FEATURE_WIDTH
     if args.grid:
-        drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, dtypes if args.dtype else dtypes[-2:])
+        some = dtypes if args.dtype else dtypes[-2:]
+        drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, some, args.latents)
         width = max(len(case.name) for case in drawn)
         total, checked = len(drawn), check_grid.check_all(drawn, device)
     else:

@@ -21,16 +21,18 @@ ON_A_CPU = Limits(num_seqs=8, queries=128, context=2000, nbytes=8 << 20, flops=5
 IN_THE_INTERPRETER = Limits(num_seqs=3, queries=24, context=200, nbytes=2 << 20, flops=10**7)
 
 
-def draw_problems(count: int, seed: int, device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Drawn]:
+def draw_problems(
+    count: int, seed: int, device: torch.device, dtypes: Sequence[torch.dtype], latents: bool = False
+) -> list[Drawn]:
     """Return the cases of a seed, small enough for the oracle on a device, in these dtypes by turns."""
     limits = IN_THE_INTERPRETER if interprets() else ON_A_GPU if device.type == "cuda" else ON_A_CPU
-    cases = enumerate(draw(count, seed, limits))
+    cases = enumerate(draw(count, seed, limits, latents))
     return [replace(case, spec=in_dtype(case.spec, dtypes[i % len(dtypes)])) for i, case in cases]
 
 
 def in_dtype(spec: AttentionSpec, dtype: torch.dtype) -> AttentionSpec:
-    """Return a spec with queries and a cache of this dtype."""
-    return replace(spec, dtype=dtype, kv_dtype=dtype)
+    """Return a spec with queries of this dtype, and a cache of it unless that is quantised."""
+    return replace(spec, dtype=dtype, kv_dtype=dtype if spec.kv_dtype is spec.dtype else spec.kv_dtype)
 
 
 def compile_all(cases: Sequence[Drawn]) -> Iterator[int]:

@@ -16,17 +16,10 @@ from quire.kernels.hopper.operands import State, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
+from quire.kernels.hopper.schedule import load_intervals
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import Products, Sight, scaled
-from quire.kernels.hopper.work_tile import (
-    ROWS,
-    load_intervals,
-    publish_poison,
-    read_cut,
-    read_poison,
-    read_range,
-    read_work_tile,
-)
+from quire.kernels.hopper.work_tile import ROWS, publish_poison, read_cut, read_poison, read_range, read_work_tile
 
 
 @gluon.jit
@@ -147,8 +140,6 @@ def pass_work_tile(memory, work_i, tile_i, num_tiles, config):
 def sight_of_rows(published, stage, work, own, scoring):
     """Return the intervals that the rows of a work tile see."""
     tokens = own.tokens_of(work, own.rows)
-    begin, end = load_intervals(
-        scoring.key_begin, scoring.key_end, work.q_start + tokens, tokens < work.q_len, work.seq_len
-    )
+    begin, end = load_intervals(scoring, work.q_start + tokens, tokens < work.q_len, work.seq_len)
     keys = read_range(published, stage)
     return Sight(begin, end - 1, keys.full_start, keys.full_stop)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 
 MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
-MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`cuts.py`)
+MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`schedule.py`)
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold

@@ -15,7 +15,7 @@ from quire.kernels.gluon.compat import aggregate, reinterpret
 from quire.kernels.gluon.pipeline import SPARES, SWIZZLE_BYTES, expect_bytes, load_rows, wait_at
 from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue, take, taken_work_tile
-from quire.kernels.hopper.tile_scheduler import find_work_tile, place_of_work_tile
+from quire.kernels.hopper.tile_scheduler import address_of, find_work_tile, load_row_block, place_of_work_tile
 from quire.kernels.hopper.work_tile import ROWS, WorkTile, publish_work_tile, visible_keys
 from quire.kernels.panels import power_of_two
 
@@ -118,9 +118,11 @@ def produce(memory, sources, batch, division, config):
         num_work_tiles *= PARTS
     queue = make_queue(num_work_tiles, num_singles * HEAD_BLOCKS * PARTS * division.num_splits, from_back)
     index, backwards = first_work_tile(queue, MIXED)
+    row_block = load_row_block(batch, index, num_row_blocks, num_singles, division, config)
     while index < num_work_tiles:
         at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
-        seq, work, keys, kv_stop = find_work_tile(batch, at, division, config)
+        found = address_of(batch, at) if FEW_REGISTERS else row_block
+        seq, work, keys, kv_stop = find_work_tile(found, at, division, config)
         first_value = 0  # column
         if PARTS > 1:
             first_value = at.part * config.HEAD_DIM_V
@@ -148,6 +150,9 @@ def produce(memory, sources, batch, division, config):
             # Consumers would write as much as for a split with keys. So they are not told of this one.
             store_empty(division, at.split, work, config)
             taken = take(division.tile_counter, lane, lane == 0, backwards, MIXED)
+            if not FEW_REGISTERS:
+                following, _ = taken_work_tile(queue, lane, taken, backwards, MIXED)
+                row_block = load_row_block(batch, following, num_row_blocks, num_singles, division, config)
             left = left * 0  # a tensor, as in the other branch
         else:
             if KEYS_FIRST and work_i > 0:
@@ -172,6 +177,10 @@ def produce(memory, sources, batch, division, config):
             taken = take(division.tile_counter, lane, (lane == 0) & (left == 1), backwards, MIXED)
             if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                 load_keys(k, kv_head, tile_i, boxes, tile * BLOCK_N, visible, config)
+            if not FEW_REGISTERS:
+                if left == 1:  # what was taken is here by now; its row block will be when the values have a stage
+                    following, _ = taken_work_tile(queue, lane, taken, backwards, MIXED)
+                    row_block = load_row_block(batch, following, num_row_blocks, num_singles, division, config)
             if GATHERS:
                 begin_tile(v, kv_head, tile_i, boxes, tile * BLOCK_N, first_value, config.PAGE_SIZE)
             else:

@@ -74,7 +74,36 @@ def place_of_work_tile(index, num_row_blocks, num_singles, division, config):
 
 
 @gluon.jit
-def find_work_tile(batch, at, division, config):
+def address_of(batch, at):
+    """Return where the row block at a Place is. `find_work_tile` takes that too, and waits for its loads."""
+    return batch.places + at.row_block * FIELDS
+
+
+@gluon.jit
+def load_row_block(batch, index, num_row_blocks, num_singles, division, config):
+    """Begin to load the row block of the queue's index-th work tile: a field in each lane of the first ones.
+
+    It is in flight until `find_work_tile` is called, as what `queue.take` returns is.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, 32 * gl.num_warps(), LAYOUT)
+    at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
+    exists = (at.row_block >= 0) & (at.row_block < num_row_blocks)
+    return gl.load(address_of(batch, at) + lane, mask=exists & (lane < FIELDS), other=0)
+
+
+@gluon.jit
+def field_of(row_block, i: gl.constexpr):
+    """Return the i-th field of a RowBlock, of what `load_row_block` or `address_of` returned."""
+    if row_block.dtype.is_ptr():
+        return gl.load(row_block + i)
+    else:
+        lane = gl.arange(0, row_block.shape[0], row_block.type.layout)
+        return gl.sum(gl.where(lane == i, row_block, 0), 0)
+
+
+@gluon.jit
+def find_work_tile(row_block, at, division, config):
     """Return the sequence of the work tile at a Place, the work tile, and where its keys end.
 
     Between them is its Range or Cut, or () of neither.
@@ -82,21 +111,21 @@ def find_work_tile(batch, at, division, config):
     BLOCK_N: gl.constexpr = config.BLOCK_N
     PARTS: gl.constexpr = config.PARTS
     head, split = at.head, at.split
-    found = batch.places + at.row_block * FIELDS
-    seq, token, q_start, q_len = gl.load(found), gl.load(found + 1), gl.load(found + 2), gl.load(found + 3)
-    first_pos, seq_len = gl.load(found + 4), gl.load(found + 5)
-    kv_start, kv_stop = gl.load(found + 6), gl.load(found + 7)
+    seq, token, q_start = field_of(row_block, 0), field_of(row_block, 1), field_of(row_block, 2)
+    q_len, first_pos, seq_len = field_of(row_block, 3), field_of(row_block, 4), field_of(row_block, 5)
+    kv_start, kv_stop = field_of(row_block, 6), field_of(row_block, 7)
     keys = ()
     if config.CUT_SLOTS > 0:
         of_row_block = head // config.HEADS * PARTS
         if PARTS > 1:
             of_row_block += at.part
-        shift = gl.load(found + 8)
-        keys = Cut(shift, gl.load(found + 9) + (of_row_block << shift), gl.load(found + 10))
+        shift = field_of(row_block, 8)
+        keys = Cut(shift, field_of(row_block, 9) + (of_row_block << shift), field_of(row_block, 10))
         tile, num_tiles = split_of_cut(kv_start, kv_stop, keys, BLOCK_N)
     else:
         if config.INTERVALS:
-            keys = Range(gl.load(found + 11), gl.load(found + 12), gl.load(found + 13), gl.load(found + 14))
+            full = field_of(row_block, 11), field_of(row_block, 12)
+            keys = Range(*full, field_of(row_block, 13), field_of(row_block, 14))
         tile, num_tiles = split_of_keys(kv_start, kv_stop, split, division.num_splits, BLOCK_N)
     if config.FIXED_SPLIT > 0:  # splits are attended to from the first key to the last
         tile -= num_tiles - 1

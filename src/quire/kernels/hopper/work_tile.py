@@ -85,17 +85,6 @@ def read_poison(published, wg: gl.constexpr, Q_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_intervals(key_begin, key_end, token, owned, seq_len):
-    """Return the first key that each query token of the batch sees, and the one after the last, within its sequence.
-
-    A token that is not owned sees nothing.
-    """
-    begin = gl.maximum(gl.load(key_begin + token, mask=owned, other=0), 0)
-    end = gl.load(key_end + token, mask=owned, other=0)
-    return begin, gl.maximum(gl.minimum(end, seq_len), 0)
-
-
-@gluon.jit
 def tiles_of_keys(kv_start, kv_stop, BLOCK_N: gl.constexpr):
     """Return the first of the tiles that a row block sees, and the one after the last. There is at least one."""
     start = kv_start // BLOCK_N

@@ -76,7 +76,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
-        for use, launch in uses_of(whole, options.num_splits, within).items():
+        loads_ahead = config.num_stages > 1 or all(each.num_stages == 1 for each in configs.values())
+        for use, launch in uses_of(whole, options.num_splits, within, loads_ahead).items():
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
                 base = next(iter(configs.values()))
                 launch = replace(launch, fallback=replace(launch, config=base))
@@ -84,7 +85,9 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     return found
 
 
-def uses_of(whole: PortableLaunch, num_splits: int | None = None, within: bool = False) -> dict[str, PortableLaunch]:
+def uses_of(
+    whole: PortableLaunch, num_splits: int | None = None, within: bool = False, loads_ahead: bool = True
+) -> dict[str, PortableLaunch]:
     """Return a launch that has no partitions, and those that have the same configuration and some.
 
     There are as many partitions as programs that the device holds, unless so short ones cost more than they save.
@@ -93,6 +96,7 @@ def uses_of(whole: PortableLaunch, num_splits: int | None = None, within: bool =
         whole: the first one.
         num_splits: into how many splits the keys of a sequence are cut; chosen when None.
         within: as for `variants`.
+        loads_ahead: whether tiles are in flight, without which partitions are left to other configurations.
     """
     request, costs = whole.request, whole.costs
     found = {"whole": whole} if num_splits in (None, 1) or whole.fixed_split_size else {}
@@ -101,7 +105,7 @@ def uses_of(whole: PortableLaunch, num_splits: int | None = None, within: bool =
     least = 1 if num_splits else 2  # tiles that are worth a partition
     if not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS or tiles < least):
         return found or {"whole": whole}
-    for use in uses_with_partitions(whole, num_splits):
+    for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
         split = replace(whole, num_partitions=1, partials_at_once=int(use == "joined"))
         if num_splits:
             split = replace(split, num_partitions=num_splits * blocks)
@@ -119,16 +123,14 @@ def uses_of(whole: PortableLaunch, num_splits: int | None = None, within: bool =
     return found or {"whole": whole}
 
 
-def uses_with_partitions(whole: PortableLaunch, num_splits: int | None) -> tuple[str, ...]:
+def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
     """Return which uses a launch may have that cut its batch.
 
-    Partitions have tiles in flight. Where the device can start a second launch early, programs combine partials only
-    for batches of one query each, of which few may be cut.
+    Where the device can start a second launch early, programs combine partials only for batches of one query each, of
+    which few may be cut.
     """
     if whole.fixed_split_size:
         return USES
-    if whole.config.num_stages == 1 and num_splits is None:
-        return ()
     if not whole.request.device.supports_pdl:
         return USES[:1]
     return USES if whole.request.bounds.max_query_len <= 1 else USES[1:]

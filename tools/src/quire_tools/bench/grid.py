@@ -10,9 +10,9 @@ MEASURED = Limits(num_seqs=256, queries=4096, context=60_000, nbytes=256 << 20, 
 DRAFTS = 16  # queries of a sequence up to which a batch counts as draft tokens
 
 
-def draw(count: int, seed: int, limits: Limits = MEASURED) -> list[Case]:
+def draw(count: int, seed: int, limits: Limits = MEASURED, latents: bool = False) -> list[Case]:
     """Return the first `count` cases of a seed; see `quire.drawn.draw`."""
-    return [as_case(batch) for batch in draw_batches(count, seed, limits)]
+    return [as_case(batch) for batch in draw_batches(count, seed, limits, latents)]
 
 
 def as_case(batch: Drawn) -> Case:
@@ -25,10 +25,14 @@ def as_case(batch: Drawn) -> Case:
         sliding_window=spec.sliding_window,
         sinks=spec.sinks,
         head_dim_v=None if spec.head_dim_v == spec.head_dim else spec.head_dim_v,
+        softmax_scale=spec.softmax_scale if spec.latent else None,
+        latent=spec.latent,
         softcap=spec.softcap,
     )
     case = Case(batch.name, "decode", batch.lens, heads_of(spec), batch.page_size, layer=layer)
-    return replace(case, kind=kind_of(case))
+    if spec.kv_dtype is not spec.dtype:
+        case = replace(case, kv_dtype=str(spec.kv_dtype).removeprefix("torch."))
+    return replace(case, kind="MLA decode" if spec.latent else kind_of(case))
 
 
 def kind_of(case: Case) -> Kind:

@@ -223,7 +223,7 @@ def describe_ranges(rows: Sequence[RangeRow]) -> str:
 
 def describe_grid(grid: Grid) -> str:
     """Return which cases were drawn, as a heading."""
-    return f"{grid.count} cases drawn at random, seed {grid.seed}"
+    return f"{grid.count} cases {'over latents ' if grid.latents else ''}drawn at random, seed {grid.seed}"
 
 
 def describe_run(report: Report) -> str:

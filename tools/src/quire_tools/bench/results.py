@@ -176,10 +176,12 @@ class Grid:
     Attributes:
         count: how many were asked for.
         seed: of the random numbers.
+        latents: whether they are over latents.
     """
 
     count: int
     seed: int
+    latents: bool = False
 
 
 @dataclass(kw_only=True)

@@ -82,7 +82,7 @@ def choose_cases(args: argparse.Namespace) -> list[Case]:
     if args.trace:
         cases = cases_of_trace(args.trace, args.model)
     elif args.grid:
-        cases = grid.draw(args.grid, args.seed or 0)
+        cases = grid.draw(args.grid, args.seed or 0, latents=args.latents)
     else:
         cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
     cases = [case for case in cases if args.only in case.name]
