@@ -68,11 +68,14 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     else:
         configs = {} if options.config is None else {name_of(options.config): options.config}
         configs = configs or configs_of(spec, device)
-    rows = max(16, request.rows_per_seq)
+    rows, tiles = max(16, request.rows_per_seq), set()
     found: dict[str, PortableLaunch] = {}
     for name, config in configs.items():
         if config.block_m >= 2 * rows and len(configs) > 1:
             continue  # a configuration of fewer rows has as many row blocks
+        if request.bounds.max_query_len > 1 and (config.block_m, config.block_n) in tiles:
+            continue  # of equal tiles, more programs of an SM are for batches of one query each
+        tiles.add((config.block_m, config.block_n))
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
