@@ -35,7 +35,7 @@ def test_all_variants_of_a_request_give_the_same_result(name):
     session = Session(DrawnCase(name, spec, 16, lens, name == "invariant"), torch.device("cpu"))
     for variant in session.launches:
         session.prepare(variant)
-    assert not session.wrong and len(session.launches) > 2
+    assert not session.wrong and len(session.launches) > 1
     assert all(ready.error < 0.01 for ready in session.ready.values())
     session.time_all(1.0)
     assert all(found.get("micros", found.get("rough")) > 0 for found in session.times().values())

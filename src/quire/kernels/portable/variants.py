@@ -73,9 +73,10 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     for name, config in configs.items():
         if config.block_m >= 2 * rows and len(configs) > 1:
             continue  # a configuration of fewer rows has as many row blocks
-        if request.bounds.max_query_len > 1 and (config.block_m, config.block_n) in tiles:
+        tile = config.block_m, config.block_n, config.num_stages > 1
+        if request.bounds.max_query_len > 1 and tile in tiles:
             continue  # of equal tiles, more programs of an SM are for batches of one query each
-        tiles.add((config.block_m, config.block_n))
+        tiles.add(tile)
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
