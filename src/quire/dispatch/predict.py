@@ -10,7 +10,7 @@ The numbers of a variant are fitted by `quire tune fit` to what `quire tune swee
 import math
 from typing import NamedTuple
 
-POWER = 2  # of the norm by which the largest of three times counts most
+POWER, POWER_ALONE = 2.0, 1.5  # of the norm by which the largest of three times counts most; of one program an SM
 
 
 class Work(NamedTuple):
@@ -56,7 +56,8 @@ def micros(work: Work, numbers: Numbers) -> float:
     rounds += (math.ceil(rounds) - rounds) * min(1.0, mean / longest) if longest else 0.0
     path = max(longest * tile, rounds * mean * tile) + max(1.0, rounds) * items / programs * item
     products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
-    time = launch + (path**POWER + products**POWER + memory**POWER) ** (1 / POWER)
+    power = POWER if slots > sms else POWER_ALONE  # one program waits for bytes before it multiplies
+    time = launch + (path**power + products**power + memory**power) ** (1 / power)
     if partials:
         time += combine + partials * partial + partial_bytes * partial_megabyte / 1048576
     return time

@@ -1,5 +1,6 @@
 """What launches do: `work_of` counts items, tiles and bytes of a launch, for lengths or for the bounds of a request."""
 
+import math
 from functools import lru_cache
 
 from quire.dispatch.config import padded
@@ -12,7 +13,7 @@ from quire.kernels.portable.launch import PortableLaunch
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
-EQUAL, RAGGED, SKEWED = 1.0, 0.5, 0.2  # how much scenarios count
+EQUAL, RAGGED, SKEWED = 1.0, 0.25, 0.1  # how much scenarios count
 MIN_KEYS_OF_CUT = 512  # of a split of a row block that programs of the Hopper kernel cut
 MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of such a row block, and of a sequence's only one
 
@@ -20,7 +21,7 @@ MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of such a row block, and of a se
 def lens_of(request: Request) -> Lens:
     """Return the lengths of a request whose sequences all have as many keys as its bounds say.
 
-    Of a ragged batch, one sequence has the most queries, and the others share the rest.
+    Of a ragged batch, as many sequences as may have the most queries, and the others share the rest.
     """
     return scenarios(request)[0][1]
 
@@ -29,7 +30,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     """Return lengths that a batch may have whose bounds alone are known, and how much each counts.
 
     All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
-    and the others few. Of a ragged batch, the sequence with the most queries may be a prompt, or a chunk of one.
+    and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode.
     """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
@@ -37,8 +38,10 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
         return [(1.0, ((min(queries, tokens), keys, 1),))]
     if request.is_ragged:
         own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
+        long = max(1, min(num_seqs, (tokens - num_seqs) // max(1, queries - 1)))  # if the others have one query each
+        rest = max(1, (tokens - long * queries) // max(1, num_seqs - long))
         found = [
-            (EQUAL, ((queries, keys, 1), (own, keys, others))),
+            (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long))),
             (RAGGED, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
             (SKEWED, ((queries, keys, 1), (own, max(own, keys // 16), others))),
         ]
@@ -94,23 +97,31 @@ def work_of(launch: Launch, lens: Lens) -> Work:
     return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
 
 
-def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
-    """Return the row blocks of a KV head, or the bands of latents; the tiles of all; and the most tiles of any."""
+def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float, float]:
+    """Return the row blocks of a KV head, or the bands of latents; the tiles of all; the most of any; and a median."""
     spec, config = launch.request.spec, launch.config
     group, rows = launch.rows_of_partition
     block_n = config.block_n
     blocks, tiles, longest = 0, 0.0, 0.0
+    each: list[tuple[float, int]] = []
     for queries, keys, count in lens:
         number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), block_n)
+        each.append((of_seq / number, number * count))
         parts = 1 if group <= rows else cdiv(group, rows)  # row blocks of a query's heads
         blocks, tiles, longest = blocks + number * parts * count, tiles + of_seq * parts * count, max(longest, most)
-    return blocks, tiles, longest
+    each.sort()
+    half, median = sum(number for _, number in each) / 2, 0.0
+    for of_block, number in each:
+        median, half = of_block, half - number
+        if half <= 0:
+            break
+    return blocks, tiles, longest, median
 
 
 def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
     """Return the work of the portable kernel without partitions: each row block is an item."""
     request, heads = launch.request, launch.request.spec.num_kv_heads
-    blocks, tiles, longest = row_blocks(launch, lens)
+    blocks, tiles, longest, _ = row_blocks(launch, lens)
     sms = request.device.num_sms
     slots = sms * launch.config.programs_per_sm
     return Work(slots, sms, blocks * heads, blocks * heads, tiles * heads, longest, bytes_of(request.spec, lens))
@@ -119,11 +130,11 @@ def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
 def work_of_partitions(launch: PortableLaunch, lens: Lens) -> Work:
     """Return the work of partitions, also of latents: programs share the tiles of all row blocks."""
     request, lanes, spec = launch.request, launch.lanes, launch.request.spec
-    blocks, tiles, longest = row_blocks(launch, lens)
+    blocks, tiles, longest, median = row_blocks(launch, lens)
     sms, parts = request.device.num_sms, launch.num_partitions
-    share = max(1.0, tiles / parts)
-    programs = min(parts, max(blocks, tiles))
-    begun = max(1.0, (blocks + programs) / programs - 1)  # row blocks that a program begins
+    share = float(max(1, math.ceil(tiles / parts)))
+    programs = min(parts, max(blocks, tiles), math.ceil(tiles / share))
+    begun = max(1.0, (tiles / max(1.0, median) + programs - 1) / programs)  # row blocks of the usual length
     partials = longest / share if longest > share else 0.0
     of_all = 2 * programs if partials else 0.0
     if launch.fixed_split_size:  # each split of a row block has a partial

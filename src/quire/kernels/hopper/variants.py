@@ -1,7 +1,8 @@
 """The variants of the Hopper kernel: its configurations for a spec on a device, and how each is used.
 
 "whole" has a program for each work tile, "cut" programs that cut long sequences by keys where lengths differ, and
-"split" equal splits of the keys of all work tiles. Of two warpgroups, "apart" says that each has tokens of its own.
+"split" equal splits of the keys of all work tiles. Of two warpgroups, "apart" says that each has tokens of its own:
+where sequences of ragged batches are cut, and no configuration has one warpgroup.
 `kernels/choose.py` takes the one of least predicted time.
 """
 
@@ -57,7 +58,8 @@ def variants(
     if refusal := refusal_of(request, options):
         return refusal
     found: dict[str, HopperLaunch] = {}
-    for name, config in configs_of(spec, request.device, request.is_ragged and not options.batch_invariant).items():
+    configs = configs_of(spec, request.device, request.is_ragged and not options.batch_invariant)
+    for name, config in configs.items():
         if options.batch_invariant:
             parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
             config = with_keys(config, fallback.config.block_n, request, parts)
@@ -67,7 +69,8 @@ def variants(
             continue
         launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
         for use, each in uses_of(launch, within).items():
-            found[f"hopper {name} {use}"] = each
+            if config.apart == (use == "cut") or not (config.apart or f"{name} apart" in configs):
+                found[f"hopper {name} {use}"] = each
     return found
 
 
@@ -100,7 +103,7 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
     may_differ = request.is_ragged or request.bounds.max_seq_len > request.bounds.max_query_len
     if cut.cut_slots and (within or (may_differ and request.keys_seen > MIN_CUT_KEYS)):
         found["cut"] = cut
-    if splits > 1 or within:
+    if launch.config.num_warpgroups == 2 and (splits > 1 or within):
         found["split"] = replace(launch, num_splits=max(2, splits))
     return found
 

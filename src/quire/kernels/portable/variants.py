@@ -15,24 +15,26 @@ from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
 from quire.spec import AttentionSpec
 
-# Rows x keys, warps, stages ("u": full tiles have a loop of their own), and programs of an SM. By the bytes of a cached
-# number and the columns of a head, padded; the first that is not smaller.
+# Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
+# somewhere on a Hopper GPU, by their first letters. By the bytes of a cached number and the columns of a head, padded;
+# the first that is not smaller.
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
-        64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 16x128 w4 s3 p3, 64x32 w4 s3u p2, 64x128 w4 s3u p2",
-        128: "16x32 w4 s1 p2, 16x64 w4 s3 p2, 16x128 w4 s3 p3, 32x128 w4 s3 p2, 64x32 w4 s3u p2, 128x64 w8 s3u p1",
-        256: "16x16 w4 s1 p2, 16x64 w4 s3 p2, 16x128 w4 s2 p2, 128x32 w8 s3u p1",
-        512: "16x16 w4 s1 p1, 16x32 w8 s3 p1, 32x32 w8 s2u p1",
+        64: "16x32 w4 s1 p2 w, 16x128 w4 s3 p2 wj, 16x128 w4 s3 p3 c, 64x32 w4 s3u p2 w, 64x128 w4 s3u p2 j",
+        128: "16x32 w4 s1 p2 w, 16x64 w4 s3 p2 wc, 16x128 w4 s3 p3 wj, 32x128 w4 s3 p2 w, 64x32 w4 s3u p2 w, "
+        "128x64 w8 s3u p1 wj",
+        256: "16x16 w4 s1 p2 w, 16x64 w4 s3 p2 wj, 16x128 w4 s2 p2 wj, 128x32 w8 s3u p1 wj",
+        512: "16x16 w4 s1 p1 w, 16x32 w8 s3 p1 wcj, 32x32 w8 s2u p1 wcj",
     },
     2: {
-        64: "16x32 w4 s1 p2, 16x64 w4 s3 p3, 16x128 w4 s3 p2, 64x64 w4 s3u p2",
-        128: "16x32 w4 s1 p2, 16x64 w4 s3 p2, 16x64 w4 s2 p3, 32x64 w4 s3 p2, 64x64 w4 s3u p2",
-        256: "16x16 w4 s1 p2, 16x32 w4 s3 p2, 16x64 w4 s3 p1, 32x32 w4 s3 p1, 64x32 w8 s3u p1",
-        512: "16x16 w4 s1 p1, 16x32 w8 s3 p1, 32x32 w8 s2u p1",
+        64: "16x32 w4 s1 p2 w, 16x64 w4 s3 p3 wcj, 16x128 w4 s3 p2 w, 64x64 w4 s3u p2 wcj",
+        128: "16x32 w4 s1 p2 w, 16x64 w4 s3 p2 wj, 16x64 w4 s2 p3 cj, 32x64 w4 s3 p2 w, 64x64 w4 s3u p2 wcj",
+        256: "16x16 w4 s1 p2 w, 16x32 w4 s3 p2 cj, 16x64 w4 s3 p1 wj, 32x32 w4 s3 p1 j, 64x32 w8 s3u p1 wcj",
+        512: "16x16 w4 s1 p1 w, 16x32 w8 s3 p1 wj, 32x32 w8 s2u p1 wj",
     },
     4: {
-        128: "16x32 w8 s2 p1",
-        512: "16x16 w8 s2 p1",
+        128: "16x32 w8 s2 p1 wcj",
+        512: "16x16 w8 s2 p1 wcj",
     },
 }
 MOST_ROWS = 32  # of a row block, where the Hopper kernel serves taller ones
@@ -50,6 +52,7 @@ WIDE_TILE = 16384  # keys times columns of a tile that eight warps keep in batch
 MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 USES = "cut", "joined"
+MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
 
 
 def variants(request: Request, options: Options, within: bool = False) -> dict[str, PortableLaunch] | str:
@@ -68,6 +71,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     else:
         configs = {} if options.config is None else {name_of(options.config): options.config}
         configs = configs or configs_of(spec, device)
+    takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
+    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device)
     rows, tiles = max(16, request.rows_per_seq), set()
     found: dict[str, PortableLaunch] = {}
     for name, config in configs.items():
@@ -82,6 +87,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
         loads_ahead = config.num_stages > 1 or all(each.num_stages == 1 for each in configs.values())
         for use, launch in uses_of(whole, options.num_splits, within, loads_ahead).items():
+            if use[0] not in listed.get(name, use):
+                continue
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
                 base = next(iter(configs.values()))
                 launch = replace(launch, fallback=replace(launch, config=base))
@@ -106,7 +113,7 @@ def uses_of(
     found = {"whole": whole} if num_splits in (None, 1) or whole.fixed_split_size else {}
     blocks, keys = whole.num_row_blocks(request.bounds.num_tokens), request.bounds.max_seq_len
     tiles, units = cdiv(keys, whole.config.block_n), whole.max_units
-    least = 1 if num_splits else 2  # tiles that are worth a partition
+    least = 1 if num_splits else MIN_CUT_TILES
     if not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS or tiles < least):
         return found or {"whole": whole}
     for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
@@ -159,11 +166,22 @@ def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bo
 @lru_cache(maxsize=1024)
 def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, KernelConfig]:
     """Return the configurations for a spec on a device, by name, as shared memory has room."""
-    of_width = entry_of(CONFIGS, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
-    text = entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v)))
-    configs = [reduced(read_config(words, spec), spec, device) for words in text.split(", ")]
+    configs = [reduced(read_config(words, spec), spec, device) for words in entries_of(spec)]
     most = MOST_ROWS if hopper_refusal(spec, device) is None else math.inf
     return {name_of(config): config for config in configs if config.block_m <= most}
+
+
+@lru_cache(maxsize=1024)
+def uses_listed(spec: AttentionSpec, device: DeviceProperties) -> dict[str, str]:
+    """Return the first letters of the uses of each configuration, by its name."""
+    entries = entries_of(spec)
+    return {name_of(reduced(read_config(words, spec), spec, device)): words.split()[-1] for words in entries}
+
+
+def entries_of(spec: AttentionSpec) -> list[str]:
+    """Return what `CONFIGS` lists for a spec."""
+    of_width = entry_of(CONFIGS, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+    return entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v))).split(", ")
 
 
 @lru_cache(maxsize=1024)
@@ -251,7 +269,7 @@ def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_
 
 def read_config(text: str, spec: AttentionSpec) -> KernelConfig:
     """Return the configuration that "16x64 w4 s3u p2" names."""
-    size, warps, stages, programs = text.split()
+    size, warps, stages, programs = text.split()[:4]
     rows, keys = size.split("x")
     columns = padded(spec.head_dim), padded(spec.head_dim_v)
     full, depth = stages.endswith("u"), int(stages[1:].rstrip("u"))

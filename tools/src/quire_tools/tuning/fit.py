@@ -2,8 +2,11 @@
 
 Each variant of a kind of spec has eight numbers (`quire.dispatch.predict.Numbers`): a guess from floors of bytes and
 products (`quire.kernels.work.guess`) times a factor each. Factors are fitted by least squares of the logarithms of
-times, with the Levenberg-Marquardt method: of all variants that are used alike, of those of a kind of spec, and of each
-one. What few cases say little about stays near the factors before.
+times, with the Levenberg-Marquardt method: of all variants that are used alike, of those of heads of some width, of
+those of a kind of spec, and of each one. What few cases say little about stays near the factors before.
+
+A choice compares the variants of a case. So those of a kind are fitted together in the end, and what they err by alike
+counts less than what they differ by.
 """
 
 import json
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.predict import POWER, Numbers, Work, micros, times
+from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
 from quire.kernels.choose import family_of, kind_of
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import guess, scenarios, work_of
@@ -26,7 +29,9 @@ from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
 SIGMA, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.4  # of the logarithms of factors, around those before
-NOISE, NOISE_OF_ROUGH = 0.06, 0.2  # of the logarithm of a time
+NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
+NOISE_OF_SLOWER = 0.25  # more of it, times the logarithm of a time over the best one: choices are among the best
+ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Seen:
         guess: its numbers, if nothing were measured.
         is_variant: whether it may be chosen; not with half the partitions, whose times tell what an item costs.
         is_rough: whether it was found hopeless, and its time is rough.
+        over_best: its time over that of the best variant of the case.
     """
 
     variant: str
@@ -50,6 +56,7 @@ class Seen:
     guess: Numbers
     is_variant: bool = True
     is_rough: bool = False
+    over_best: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,8 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
         is_variant, is_rough = not name.endswith(HALF), "rough" in result
         found.append(Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough))
     now, kind = times.get("now", {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
-    return Timed(case, kind, tuple(found), now) if any(seen.is_variant for seen in found) else None
+    best = min((seen.micros for seen in found if seen.is_variant), default=0.0)
+    return Timed(case, kind, tuple(replace(s, over_best=s.micros / best) for s in found), now) if best else None
 
 
 def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -151,36 +159,97 @@ def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     rounds = rounds + (np.ceil(rounds) - rounds) * np.minimum(1.0, mean / np.maximum(longest, 1e-9))
     path = np.maximum(longest * tile, rounds * mean * tile) + np.maximum(1.0, rounds) * items / programs * item
     products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
-    time = launch + (path**POWER + products**POWER + memory**POWER) ** (1 / POWER)
+    power = np.where(slots > sms, POWER, POWER_ALONE)
+    time = launch + (path**power + products**power + memory**power) ** (1 / power)
     return time + (partials > 0) * (combine + partials * partial + partial_bytes * partial_megabyte / 1048576)
 
 
-def fit_factors(seen: Sequence[Seen], prior: np.ndarray, sigma: float, steps: int = 60) -> np.ndarray:
-    """Return the logarithms of factors that predict times best; `sigma` is how far they may be from `prior`."""
-    works = np.array([s.work for s in seen], dtype=np.float64)
-    guesses, target = np.array([s.guess for s in seen]).T, np.log(np.array([s.micros for s in seen]))
-    noise = np.array([NOISE_OF_ROUGH if s.is_rough else NOISE for s in seen])
+@dataclass(frozen=True)
+class Rows:
+    """What was timed, as arrays with a row for each time.
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        errors = (np.log(predicted(works, guesses * np.exp(x)[:, None])) - target) / noise
-        errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors * errors) - 1))  # outliers count less
-        return np.concatenate([errors, (x - prior) / sigma])
+    Attributes:
+        works: rows of `Work`.
+        guesses: rows of `Numbers`.
+        target: logarithms of times.
+        noise: of these.
+        which: of the factors that are fitted, which belong to a row.
+        case: the number of its case.
+    """
+
+    works: np.ndarray
+    guesses: np.ndarray
+    target: np.ndarray
+    noise: np.ndarray
+    which: np.ndarray
+    case: np.ndarray
+
+    def errors(self, x: np.ndarray) -> np.ndarray:
+        """Return the logarithms of predicted over measured times."""
+        return np.log(predicted(self.works, (self.guesses * np.exp(x[self.which])).T)) - self.target
+
+    def less_alike(self, of_rows: np.ndarray, alike: float) -> np.ndarray:
+        """Return numbers of rows over the noise, less a share of the mean of each case."""
+        weights = 1 / self.noise**2
+        total = np.zeros((self.case.max() + 1, of_rows.shape[1]))
+        np.add.at(total, self.case, weights[:, None] * of_rows)
+        mean = total / np.bincount(self.case, weights)[:, None]
+        return (of_rows - alike * mean[self.case]) / self.noise[:, None]
+
+
+def rows_of(seen: Sequence[Seen], which: Sequence[int], case: Sequence[int]) -> Rows:
+    """Return what was timed as arrays."""
+    noise = np.array([NOISE_OF_ROUGH if s.is_rough else NOISE for s in seen])
+    noise += NOISE_OF_SLOWER * np.maximum(0.0, np.log(np.array([s.over_best for s in seen])))
+    works, guesses = (np.array(rows, dtype=np.float64) for rows in ([s.work for s in seen], [s.guess for s in seen]))
+    target = np.log(np.array([s.micros for s in seen]))
+    return Rows(works, guesses, target, noise, np.array(which), np.array(case))
+
+
+def fit_factors(rows: Rows, prior: np.ndarray, sigma: float, alike: float = 0.0, steps: int = 60) -> np.ndarray:
+    """Return the logarithms of factors that predict times best, a row for each that `rows.which` names.
+
+    Args:
+        rows: what was timed.
+        prior: the logarithms to begin with.
+        sigma: how far they may be from these.
+        alike: share of the mean error of a case that counts for none of its times.
+        steps: the most that are made.
+    """
+    size, count = prior.shape[1], len(rows.target)
+
+    def tried(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        errors = rows.errors(x)
+        whole = rows.less_alike(errors[:, None], alike)[:, 0]
+        robust = np.sign(whole) * np.sqrt(2 * (np.sqrt(1 + whole * whole) - 1))  # outliers count less
+        away = (x - prior) / sigma
+        return errors, np.stack([whole, robust]), float(robust @ robust + np.sum(away * away))
 
     x, damping = prior.copy(), 1.0
-    now = residuals(x)
+    errors, (whole, robust), cost = tried(x)
     for _ in range(steps):
-        slopes = np.stack([(residuals(x + 1e-4 * step) - now) / 1e-4 for step in np.eye(len(x))], axis=1)
-        gradient, hessian = slopes.T @ now, slopes.T @ slopes
-        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
-        trial = np.clip(x - step, prior - 6, prior + 6)
-        after = residuals(trial)
-        if after @ after < now @ now:
-            gained = now @ now - after @ after
-            x, now, damping = trial, after, max(1e-6, damping / 4)
-            if gained < 1e-6 * (now @ now):
+        slopes = np.zeros((count, prior.size))
+        for i in range(size):
+            moved = x.copy()
+            moved[:, i] += 1e-4
+            slopes[np.arange(count), rows.which * size + i] = (rows.errors(moved) - errors) / 1e-4
+        shape = np.where(np.abs(robust) > 1e-9, whole / np.sqrt(1 + whole * whole) / np.where(robust, robust, 1), 1.0)
+        slopes = rows.less_alike(slopes, alike) * shape[:, None]
+        gradient = slopes.T @ robust + (x - prior).ravel() / sigma**2
+        hessian = slopes.T @ slopes + np.eye(prior.size) / sigma**2
+        while True:
+            step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient).reshape(x.shape)
+            trial = x - np.clip(step, -1, 1)
+            *after, least = tried(trial)
+            if least < cost:
                 break
-        else:
-            damping = min(1e8, damping * 4)
+            damping *= 4
+            if damping > 1e8:
+                return x
+        gained, damping = cost - least, max(1e-6, damping / 4)
+        x, (errors, (whole, robust)), cost = trial, after, least
+        if gained < 1e-5 * cost:
+            break
     return x
 
 
@@ -192,23 +261,40 @@ def numbers_from(guessed: Numbers, factors: np.ndarray) -> Numbers:
 def fit_all(timed: Sequence[Timed]) -> Fitted:
     """Fit the numbers of each variant of each kind of spec."""
     by_family: dict[str, list[Seen]] = defaultdict(list)
+    by_width: dict[tuple[str, str], list[Seen]] = defaultdict(list)
     by_kind: dict[tuple[str, str], list[Seen]] = defaultdict(list)
-    by_variant: dict[tuple[str, str], list[Seen]] = defaultdict(list)
     for each in timed:
         for seen in each.seen:
             family = family_of(seen.variant)
             by_family[family].append(seen)
+            by_width[each.kind.removesuffix(" invariant"), family].append(seen)
             by_kind[each.kind, family].append(seen)
-            by_variant[each.kind, seen.variant].append(seen)
-    none = np.zeros(len(Numbers._fields))
-    of_family = {family: fit_factors(seen, none, SIGMA) for family, seen in by_family.items()}
-    of_kind = {key: fit_factors(seen, of_family[key[1]], SIGMA_OF_KIND) for key, seen in by_kind.items()}
-    kinds: dict[str, dict[str, Numbers]] = defaultdict(dict)
-    for (kind, variant), seen in sorted(by_variant.items()):
-        factors = fit_factors(seen, of_kind[kind, family_of(variant)], SIGMA_OF_VARIANT)
-        kinds[kind][variant] = numbers_from(seen[0].guess, factors)
+
+    def fitted(seen: list[Seen], prior: np.ndarray, sigma: float) -> np.ndarray:
+        return fit_factors(rows_of(seen, [0] * len(seen), range(len(seen))), prior, sigma)
+
+    none = np.zeros((1, len(Numbers._fields)))
+    of_family = {family: fitted(seen, none, SIGMA) for family, seen in by_family.items()}
+    of_width = {key: fitted(seen, of_family[key[1]], SIGMA_OF_KIND) for key, seen in by_width.items()}
+    of_kind: dict[tuple[str, str], np.ndarray] = {}
+    for (kind, family), seen in by_kind.items():
+        alike = kind.removesuffix(" invariant"), family
+        is_all = len(seen) == len(by_width[alike])
+        of_kind[kind, family] = of_width[alike] if is_all else fitted(seen, of_width[alike], SIGMA_OF_VARIANT)
+    kinds = {kind: fit_kind(kind, [each for each in timed if each.kind == kind], of_kind) for kind, _ in by_kind}
     ones = Numbers(*[1.0] * len(Numbers._fields))
-    return Fitted(dict(kinds), {family: numbers_from(ones, factors) for family, factors in of_family.items()})
+    return Fitted(kinds, {family: numbers_from(ones, factors[0]) for family, factors in of_family.items()})
+
+
+def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.ndarray]) -> dict[str, Numbers]:
+    """Fit the numbers of each variant of a kind of spec, together."""
+    seen = [(number, each) for number, case in enumerate(timed) for each in case.seen]
+    guesses = {each.variant: each.guess for _, each in seen}
+    names = sorted(guesses)
+    rows = rows_of([each for _, each in seen], [names.index(each.variant) for _, each in seen], [n for n, _ in seen])
+    before = np.concatenate([prior[kind, family_of(name)] for name in names])
+    factors = fit_factors(rows, before, SIGMA_OF_VARIANT, ALIKE)
+    return {name: numbers_from(guesses[name], own) for name, own in zip(names, factors, strict=True)}
 
 
 def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
