@@ -31,6 +31,7 @@ from quire.kernels.scheduler import Scheduler
 from quire.targets import TARGETS
 
 RESULTS = ROOT / "docs/results/h200.json"
+ONE_FILE = ROOT / "docs/results/one_file_h200.json"  # what `python examples/one_file.py` printed
 HEADS = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 
@@ -255,5 +256,23 @@ def steps() -> Figure:
     return figure
 
 
+def one_file() -> Figure:
+    """Return how fast examples/one_file.py is, as a share of FlashAttention 3's speed in the same run."""
+    report = json.loads(ONE_FILE.read_text(encoding="utf-8"))
+    share = {name: times["FlashAttention 3"] / times["this file"] for name, times in report["micros"].items()}
+    figure, axis = pyplot.subplots(figsize=(WIDTH, 3.2), layout="constrained")
+    colours = [COLOURS["decode" not in name[:6]] for name in share]
+    axis.scatter(list(share.values()), list(share), color=colours, zorder=3)
+    for i, name in enumerate(share):
+        label, place = f"{report['micros'][name]['this file']:,.1f} µs", axis.get_yaxis_transform()
+        axis.text(0.99, i, label, transform=place, ha="right", va="center", fontsize=9)
+    axis.axvline(1, color="0.4", lw=1, ls="--", zorder=0)
+    axis.set(xlim=(0, max(share.values()) + 0.3), ylim=(len(share) - 0.5, -0.5))
+    axis.set_xlabel("speed of one_file.py; FlashAttention 3 is 1")
+    axis.grid(alpha=0.3)
+    axis.set_title(f"{report['provenance']['device']}, {report['provenance']['date']}", loc="left", fontsize=10)
+    return figure
+
+
 if __name__ == "__main__":
-    write(__doc__, pages, softmax, band, intervals, partitions, prefill, steps)
+    write(__doc__, pages, softmax, band, intervals, partitions, prefill, steps, one_file)

@@ -11,7 +11,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Feature:
         return launch.for_cache(quire.PagedKVCache(pages.k, pages.v, k_scale=scales, v_scale=scales))
 
 
-INTERVALS, TREE = ("key_begin", "key_end"), ("tree_bits",)
+INTERVALS, TREE, CHOSEN = ("key_begin", "key_end"), ("tree_bits",), ("chosen",)
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 FEATURES = (
     *(Feature(kind, kinds=(kind,)) for kind in KINDS),
@@ -107,6 +107,7 @@ FEATURES = (
     Feature("attention sinks", {"sinks": True}),
     Feature("an interval of keys for each token", per_token=INTERVALS),
     Feature("draft trees", kinds=("draft tokens",), per_token=TREE),
+    Feature("chosen keys", per_token=CHOSEN),
     Feature("`batch_invariant=True`", options={"batch_invariant": True}),
     Feature("`num_splits=4`", options={"num_splits": 4}),
     Feature("latents of 512 + 64, bfloat16", LATENT),
@@ -115,6 +116,7 @@ FEATURES = (
     Feature("latents of 256 + 32", {"kv_lora_rank": 256, "qk_rope_head_dim": 32}),
     Feature("latents, softcap", {**LATENT, "softcap": 30.0}),
     Feature("latents, an interval of keys for each token", LATENT, per_token=INTERVALS),
+    Feature("latents, chosen keys", LATENT, per_token=CHOSEN),
 )
 
 
@@ -125,7 +127,8 @@ def requests(feature: Feature, target: str) -> Iterable[Request]:
         limits = Bounds(bounds["max_query_len"], 4096, bounds["num_tokens"])
         properties = TARGETS[target].properties
         seen = "key_begin" in feature.per_token, "tree_bits" in feature.per_token
-        yield Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
+        request = Request(feature.attention_spec, bounds["num_seqs"], kind != "decode", limits, properties, *seen)
+        yield replace(request, chosen=(1, False, False, 64)) if feature.per_token == CHOSEN else request
 
 
 @cache
@@ -176,7 +179,8 @@ def target_cell(feature: Feature, target: str) -> str:
 def cpu_cell(feature: Feature) -> str:
     """Return whether a plan for CPU tensors serves a feature, or its words where it does not."""
     table, lengths = torch.zeros(1, 256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    seen = {name: lengths.long() if name in TREE else lengths for name in feature.per_token}
+    values = {"tree_bits": lengths.long(), "chosen": quire.ChosenKeys(lengths[:, None])}
+    seen = {name: values.get(name, lengths) for name in feature.per_token}
     batch = quire.Batch(table, lengths, **seen)
     try:
         quire.plan(feature.attention_spec, batch, max_query_len=1, max_seq_len=4096, **feature.options)
@@ -223,12 +227,15 @@ def words_of(request: Callable[[], object]) -> str | None:
 
 
 def engines() -> dict[str, list[Path]]:
-    """Return the source files of each integration. What they share is in `arguments.py` and `engine.py`."""
+    """Return the source files of each integration. What they share is in `arguments.py` and `engine.py`.
+
+    `deep_gemm.py` computes no attention.
+    """
     found = {}
     for path in sorted(INTEGRATIONS.iterdir()):
         if path.is_dir() and (path / "__init__.py").exists():
             found[path.name] = sorted(path.glob("*.py"))
-        elif path.suffix == ".py" and path.stem not in ("__init__", "arguments", "engine"):
+        elif path.suffix == ".py" and path.stem not in ("__init__", "arguments", "engine", "deep_gemm"):
             found[path.stem] = [path]
     return found
 
@@ -308,6 +315,7 @@ ASKED = {  # what an engine may ask for: the field of the spec, or the argument 
     "outputs in e4m3": "out_scale",
     "intervals of keys": "key_begin",
     "draft trees": "tree_bits",
+    "chosen keys": "chosen",
     "values of another width": "head_dim_v",
     "quantised caches": "kv_dtype",
     "latents": "latent",
@@ -349,11 +357,13 @@ def page() -> str:
             *([label, *(engine_cell(e, name) for e in names)] for label, name in ASKED.items()),
         ],
     )
+    unchosen = [f for f in FEATURES if f.per_token != CHOSEN]
     return TEXT.format(
         num_targets=len(TARGETS),
         targets=", ".join(TARGETS),
-        keys_and_values=kernels_table([f for f in FEATURES if not f.attention_spec.latent]),
-        latents=kernels_table([f for f in FEATURES if f.attention_spec.latent]),
+        keys_and_values=kernels_table([f for f in unchosen if not f.attention_spec.latent]),
+        latents=kernels_table([f for f in unchosen if f.attention_spec.latent]),
+        chosen=kernels_table([f for f in FEATURES if f.per_token == CHOSEN]),
         by_target=targets_table(),
         messages=table(["request", "error"], ((name, words) for name, words in refused if words is not None)),
         by_engine=by_engine,
@@ -389,6 +399,9 @@ Other cells name the targets or the batches that are served, or say what the ker
 ### Latents
 
 {latents}
+### Chosen keys
+
+{chosen}
 ## Features and targets
 
 The kernels that serve decode and a prompt of 2,048 tokens; a plan takes the one of least predicted time.

@@ -210,7 +210,7 @@ def paged_problem(**features: bool) -> Problem:
     return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
 
 
-NOTHING_NEW = dict(k=None, v=None, slot_mapping=None, rope=None, qk_norm=None)
+NOTHING_NEW = dict(k=None, v=None, slot_mapping=None, rope=None, qk_norm=None, extra_cache=None)
 
 
 def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
@@ -426,7 +426,7 @@ def make_batch(flat: bool = False) -> tuple[Callable, dict[str, Any]]:
     batch = make_problem(SPEC, LENS, page_size=4, flat_table=flat).batch
     tensors = dict(page_table=batch.page_table, seq_lens=batch.seq_lens, cu_seqlens_q=batch.cu_seqlens_q)
     arguments = tensors | dict(cu_pages=batch.cu_pages, query_offsets=int32(8, 2), paged=True)
-    return quire.Batch, arguments | dict(key_begin=None, key_end=None, tree_bits=None)
+    return quire.Batch, arguments | dict(key_begin=None, key_end=None, tree_bits=None, chosen=None, extra_chosen=None)
 
 
 def make_batch_with_intervals() -> tuple[Callable, dict[str, Any]]:
@@ -437,6 +437,22 @@ def make_batch_with_intervals() -> tuple[Callable, dict[str, Any]]:
 def make_batch_with_a_tree() -> tuple[Callable, dict[str, Any]]:
     function, arguments = make_batch()
     return function, arguments | dict(key_begin=int32(3, 0, 1, 2), tree_bits=torch.tensor([1, 1, 3, 5]))
+
+
+def make_batch_with_chosen_keys() -> tuple[Callable, dict[str, Any]]:
+    function, arguments = make_batch()
+    return function, arguments | dict(chosen=quire.ChosenKeys(**make_chosen_keys()[1]))
+
+
+def make_chosen_keys() -> tuple[Callable, dict[str, Any]]:
+    indices = torch.tensor([[[0, 2], [1, 3]], [[0, -1], [2, 0]], [[-1, 0], [1, 0]], [[1, 2], [0, 9]]]).int()
+    arguments = dict(indices=indices, lens=torch.tensor([[2, 1], [2, 2], [2, 2], [0, 1]]).int())
+    return quire.ChosenKeys, arguments | dict(block_size=2, are_slots=False)
+
+
+def confirm_chosen_keys(a: dict[str, Any], chosen: Any) -> bool:
+    p = paged_problem()
+    return run(dataclasses.replace(p, batch=dataclasses.replace(p.batch, chosen=chosen)))
 
 
 def confirm_batch(a: dict[str, Any], batch: Any) -> bool:
@@ -521,7 +537,7 @@ def confirm_merge(a: dict[str, Any], result: Any) -> bool:
 
 def make_service(function: Callable, **more: Any) -> tuple[Callable, dict[str, Any]]:
     limits = dict(max_num_seqs=4, max_num_tokens=8, max_seq_len=32, min_seq_len=1)
-    kinds = dict(batch_invariant=False, intervals=False, trees=False)
+    kinds = dict(batch_invariant=False, intervals=False, trees=False, chosen=None, extra_chosen=None)
     return function, dict(spec=SPEC, **limits, **kinds, **more)
 
 
@@ -530,13 +546,13 @@ def make_warmup() -> tuple[Callable, dict[str, Any]]:
         quire.warmup,
         cache=paged_problem().cache,
         **dict(return_lse=False, out_scale=False, append=False, min_query_len=1, per_head_dtype=None, progress=None),
-        **dict(rope=None, qk_norm=None, kernels=None),
+        **dict(rope=None, qk_norm=None, kernels=None, extra_cache=None),
     )
 
 
 def make_begin_warmup() -> tuple[Callable, dict[str, Any]]:
     more = dict(return_lse=False, out_scale=False, append=False, min_query_len=1, per_head_dtype=None, kernels=None)
-    return make_service(quire.begin_warmup, cache=paged_problem().cache, device="cpu", **more)
+    return make_service(quire.begin_warmup, cache=paged_problem().cache, extra_cache=None, device="cpu", **more)
 
 
 def make_warmup_with_rope() -> tuple[Callable, dict[str, Any]]:
@@ -872,6 +888,8 @@ CALLS = {
     "Batch": Call(make_batch, confirm_batch),
     "Batch, intervals": Call(make_batch_with_intervals, confirm_batch),
     "Batch, a tree": Call(make_batch_with_a_tree, confirm_batch),
+    "Batch, chosen keys": Call(make_batch_with_chosen_keys, confirm_batch),
+    "ChosenKeys": Call(make_chosen_keys, confirm_chosen_keys),
     "Batch, flat": Call(lambda: make_batch(flat=True), confirm_batch),
     "Batch.varlen": Call(make_varlen, confirm_varlen),
     "write_kv": Call(make_write, confirm_write),
@@ -940,7 +958,7 @@ def contents(value: Any) -> Any:
         return [contents(x) for x in (value.k, value.v, value.k_scale, value.v_scale)]
     if isinstance(value, quire.Plan):
         return contents(value.batch)
-    if isinstance(value, quire.Batch):
+    if isinstance(value, quire.Batch | quire.ChosenKeys):
         return [contents(getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, dict):
         return [contents(x) for x in value.values()]

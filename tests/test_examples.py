@@ -48,7 +48,22 @@ def test_an_example_shows_what_it_claims(name, capsys, monkeypatch):
 
 
 def test_every_example_is_run_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWS, "vllm_offline"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWS, "one_file", "vllm_offline"}
+
+
+@pytest.mark.slow
+def test_one_file_meets_its_bound_on_the_error():
+    """In a process of its own: without a GPU it turns on Triton's interpreter, before Triton is imported."""
+    done = run(str(EXAMPLES / "one_file.py"), "--check")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"error \d\.\de-0\d, at most", done.stdout)) == 4, done.stdout
+
+
+def test_one_file_is_short_and_needs_torch_and_triton_alone():
+    source = (EXAMPLES / "one_file.py").read_text(encoding="utf-8")
+    imports = re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)
+    assert set(imports) - set(sys.stdlib_module_names) == {"torch", "triton"}
+    assert len(source.splitlines()) <= 500
 
 
 @pytest.mark.skipif(VLLM is not None, reason="vLLM is installed")

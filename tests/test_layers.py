@@ -15,14 +15,14 @@ import quire_tools
 ROOT, TOOLS = Path(quire.__file__).parent, Path(quire_tools.__file__).parent
 LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and those below
     (
-        *("errors", "spec", "state", "batch", "checks.batch", "cache", "cache_layout", "allocator"),
+        *("errors", "spec", "state", "batch", "chosen", "checks.batch", "cache", "cache_layout", "allocator"),
         *("norm_rope", "intervals", "draft_trees", "reference", "version", "log"),
     ),
     ("triton_internals",),
     ("dispatch",),
     ("kernels",),
     ("plan", "checks", "launch_codec"),
-    ("api", "ops", "compile_ahead"),
+    ("api", "ops", "indexer", "compile_ahead"),
     ("__init__",),
     ("testing", "drawn", "targets", "debug"),
     ("integrations", "distributed"),
@@ -34,11 +34,11 @@ MAY_IMPORT = {  # and nothing else: what judges results knows no kernel
     "quire.reference": {"quire.spec", "quire.batch", "quire.cache", "quire.state", "quire.norm_rope"},
     "quire.testing": {
         f"quire.{name}"
-        for name in ("reference", "spec", "batch", "checks.batch", "cache", "state", "norm_rope", "errors")
+        for name in ("reference", "spec", "batch", "chosen", "checks.batch", "cache", "state", "norm_rope", "errors")
     },
 }
 PUBLIC_ONLY = ("quire.integrations", "quire.distributed", "quire_tools.bench")
-PUBLIC_MODULES = ("intervals", "draft_trees", "version")  # which `import quire` brings along
+PUBLIC_MODULES = ("intervals", "draft_trees", "indexer", "version")  # which `import quire` brings along
 HOLDALLS = {"utils", "common", "core", "helpers"}
 
 

@@ -11,6 +11,7 @@ from quire.testing import make_problem, random_norm_rope
 from tests.extended import extended, slow
 
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, head_dim_v=24, dtype=torch.float32, sinks=True)
+NO_LISTS = *[None] * 7, 1, False, None, None, 1, None  # what a batch may have besides its lengths
 
 
 def step(q, k, v, slots, cache, plan, sinks):
@@ -107,11 +108,19 @@ def test_new_latents_under_compile():
     assert torch.equal(caches[1].latents.view(torch.uint8), caches[0].latents.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["intervals", "tree"])
+@pytest.mark.parametrize("kind", ["intervals", "tree", "lists"])
 def test_what_a_token_sees_crosses_the_operator(kind):
     p = make_problem(SPEC, ((1, 20), (2, 9)))
-    words = torch.tensor([1, 1, 2])
-    batch = quire.intervals.block_causal(p.batch, 3, 3) if kind == "intervals" else replace(p.batch, tree_bits=words)
+    if kind == "intervals":
+        batch = quire.intervals.block_causal(p.batch, 3, 3)
+        changed = batch.key_end
+    elif kind == "tree":
+        batch = replace(p.batch, tree_bits=torch.tensor([1, 1, 2]))
+        changed = batch.tree_bits
+    else:
+        lists = torch.tensor([[0, 3, -1], [1, -1, 0], [1, 0, 9]], dtype=torch.int32)
+        changed = torch.tensor([3, 2, 2], dtype=torch.int32)
+        batch = replace(p.batch, chosen=quire.ChosenKeys(lists, changed, block_size=4))
     plan = quire.plan(SPEC, batch, **p.bounds)
 
     def attend(q, cache, plan, sinks):
@@ -123,8 +132,31 @@ def test_what_a_token_sees_crosses_the_operator(kind):
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), expected)
     with torch.compiler.set_stance("fail_on_recompile"):
-        (batch.key_end if kind == "intervals" else batch.tree_bits).fill_(1)
+        changed.fill_(1)
         torch.testing.assert_close(compiled(p.q, p.cache, plan, p.sinks), attend(p.q, p.cache, plan, p.sinks))
+
+
+def test_lists_of_keys_in_a_second_cache_cross_the_operator():
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=3, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16, dtype=torch.float32, causal=False
+    )
+    p = make_problem(spec, ((1, 20), (2, 9)))
+    caches = p.cache.latents.nan_to_num(), torch.randn(4, 8, 48)
+    cache, extra_cache = (quire.PagedKVCache.from_latents(latents, 32) for latents in caches)
+    lists = torch.tensor([[0, 3, -1], [1, -1, 0], [1, 0, 9]], dtype=torch.int32)
+    extra = quire.ChosenKeys(lists.flip(0) + 4, torch.tensor([3, 2, 0], dtype=torch.int32), are_slots=True)
+    batch = replace(p.batch, chosen=quire.ChosenKeys(lists), extra_chosen=extra)
+    plan = quire.plan(spec, batch, **p.bounds)
+
+    def attend(q, cache, extra_cache, plan):
+        return quire.attention(q, cache, plan, extra_cache=extra_cache)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    expected = attend(p.q, cache, extra_cache, plan)
+    torch.testing.assert_close(compiled(p.q, cache, extra_cache, plan), expected)
+    flat = quire.plan(spec, replace(batch, extra_chosen=None), **p.bounds)
+    assert not torch.equal(expected, quire.attention(p.q, cache, flat))
 
 
 LATENTS = {  # dtype of the cache, layout, rank and rotary columns
@@ -194,7 +226,7 @@ def test_one_tensor_of_queries_to_latents_under_compile():
 def test_opcheck_of_latents():
     p, plan, q, new, slots = latent_problem("float32")
     clean, b = p.cache.latents.nan_to_num(), p.batch
-    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *[None] * 5
+    tables = b.page_table, b.seq_lens, b.cu_seqlens_q, *NO_LISTS
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), plan.workspace
     torch.library.opcheck(
         torch.ops.quire.attention.default,
@@ -227,7 +259,7 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
-         *[None] * 5, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
+         *NO_LISTS, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)

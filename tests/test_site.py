@@ -125,6 +125,20 @@ TOUR = {  # what a row's second cell has, and a column: the case, and the librar
 }
 
 
+def test_the_notebook_is_the_tour():
+    written = runpy.run_path(str(ROOT / "scripts/write_tour.py"))["notebook"]((DOCS / "tour.md").read_text("utf-8"))
+    assert written == (DOCS / "tour.ipynb").read_text(encoding="utf-8"), "run python scripts/write_tour.py"
+
+
+def test_the_notebook_runs():
+    """Its cells run one after the other in the notebook's folder, in a process whose Triton was not imported yet."""
+    found = json.loads((DOCS / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = "\n\n".join("".join(cell["source"]) for cell in found if cell["cell_type"] == "code")
+    done = subprocess.run([sys.executable, "-c", code], cwd=DOCS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Plan(3 sequences" in done.stdout
+
+
 def test_the_tour_says_what_was_measured():
     measured = {row["case"]: row for row in json.loads((DOCS / "results/h200.json").read_text())["rows"]}
     table = [line.split("|") for line in (DOCS / "tour.md").read_text(encoding="utf-8").splitlines() if "|" in line]
@@ -133,3 +147,13 @@ def test_the_tour_says_what_was_measured():
         row = measured[case]
         micros = row["floor_micros"] if library is None else row["results"][library]["micros"]
         assert float(cell) == pytest.approx(micros, abs=0.5001 * 10 ** -len(cell.partition(".")[2])), (name, case)
+
+
+def test_the_tour_says_how_fast_the_one_file_is():
+    micros = json.loads((DOCS / "results/one_file_h200.json").read_text(encoding="utf-8"))["micros"]
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for name, times in micros.items():
+        shares[name.startswith("decode")].append(times["FlashAttention 3"] / times["this file"])
+    decode, prompts = (f"{min(of):.2f}× to {max(of):.2f}×" for of in (shares[True], shares[False]))
+    sentence = f"decode runs {decode} as fast as FlashAttention 3, and prompts and chunks {prompts}"
+    assert sentence in (DOCS / "tour.md").read_text(encoding="utf-8")

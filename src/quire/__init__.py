@@ -1,6 +1,7 @@
 """Quire: paged attention for LLM inference, in Python and Triton."""
 
 from quire import draft_trees as draft_trees
+from quire import indexer as indexer
 from quire import intervals as intervals
 from quire.allocator import PageAllocator
 from quire.api import (
@@ -12,7 +13,7 @@ from quire.api import (
     write_kv,
     write_latent,
 )
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.compile_ahead.verbs import begin_warmup, no_compilation, warmup, workspace_size
 from quire.errors import OutOfPagesError, UnsupportedError
@@ -25,6 +26,7 @@ from quire.version import __version__ as __version__
 __all__ = [
     "AttentionSpec",
     "Batch",
+    "ChosenKeys",
     "OutOfPagesError",
     "PageAllocator",
     "PagedKVCache",

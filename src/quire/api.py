@@ -49,7 +49,8 @@ def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-    out: State, out_scale: torch.Tensor | None = None, return_lse: bool = False,
+    out: State, out_scale: torch.Tensor | None = None,
+    extra_cache: PagedKVCache | None = None, return_lse: bool = False,
 ) -> State: ...  # fmt: skip
 
 
@@ -58,7 +59,8 @@ def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None, return_lse: Literal[True],
+    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None,
+    extra_cache: PagedKVCache | None = None, return_lse: Literal[True],
 ) -> State: ...  # fmt: skip
 
 
@@ -67,7 +69,8 @@ def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None, return_lse: bool = False,
+    out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None,
+    extra_cache: PagedKVCache | None = None, return_lse: bool = False,
 ) -> torch.Tensor | State: ...  # fmt: skip
 
 
@@ -85,6 +88,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
     out: torch.Tensor | State | None = None,
     out_scale: torch.Tensor | None = None,  # [1] float32
+    extra_cache: PagedKVCache | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | State:
     """Attend from a batch's queries to its cached keys and values.
@@ -119,6 +123,8 @@ def attention(
         out_scale: a float32 tensor of one element on the device, to have out in float8_e4m3fn: `result / out_scale`,
             rounded once, half to even, and saturated at ±448; NaN stays NaN. None for an out of the queries' dtype. Not
             served by the kernel for latents on Hopper GPUs.
+        extra_cache: where the keys of the batch's `extra_chosen` are: latents like those of `cache`, in pages of any
+            size. None without such lists.
         return_lse: return a `State` with the natural-log lse, [num_tokens, num_q_heads] float32. With sinks, it
             includes them.
 
@@ -157,6 +163,8 @@ def attention(
     given = k is not None or v is not None or slot_mapping is not None or rope is not None or qk_norm is not None
     new = NewTokens(k, v, slot_mapping, rope, qk_norm) if given else None  # pyright: ignore[reportArgumentType]
     check_attention(q, cache, plan, sinks, alibi_slopes, new)  # `quire.debug.record` takes its place while it records
+    if extra_cache is not None or plan.batch.extra_chosen is not None:
+        checks.check_extra_cache(extra_cache, cache, plan)
     if return_lse is not False and return_lse is not True:
         check_flag("return_lse", return_lse, "say whether the lse is asked for")
     spec = plan.spec
@@ -191,7 +199,10 @@ def attention(
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
             norm_rope_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
-        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes, out_scale)
+        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes, out_scale, extra_cache)
+    elif extra_cache is not None:
+        run: Any = plan.runner  # of the two that serve a second cache
+        run(as_pair(q, spec), cache, out, lse, sinks, alibi_slopes, out_scale, extra_cache)
     else:
         plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes, out_scale)
     return out if lse is None else State(out, lse)

@@ -9,7 +9,105 @@ from typing import Any
 
 import torch
 
-from quire.errors import check_flag, check_tensor, describe, shown
+from quire.errors import UnsupportedError, check_flag, check_integer, check_tensor, describe, shown
+
+MOST_POSITIONS = (1 << 31) - 1  # of a sequence, or slots of a cache: indices are int32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChosenKeys:
+    """Name the keys that each query token sees, for models that choose them: `Batch(chosen=...)`.
+
+    Entry `e` of a token's list names the keys `e * block_size` to `(e + 1) * block_size - 1`: one token, a region or a
+    block. They are positions in the token's sequence, which the page table maps to slots, or slots themselves. Order
+    means nothing. A token sees what its list names and no more; a token whose list is empty has out 0, and lse -inf or
+    its sink. Keys after a sequence's end are left out. So are keys after the token itself if the spec is causal, as in
+    the token's own block.
+
+    Args:
+        indices: int32, [num_tokens, width], one list for all heads, or [num_tokens, num_kv_heads, width], a list for
+            each KV head; of [num_tokens, 1, width], the list is for all heads. The last dimension is contiguous, the
+            others have any strides. A negative entry names nothing, wherever it stands. No other entry may repeat.
+        lens: int32, [num_tokens], or [num_tokens, num_kv_heads] like the lists: how many of a list's first entries
+            count. The others are never read. Any strides, so the last column of a matrix will do. None if all count.
+        block_size: keys that an entry names.
+        are_slots: whether entries name slots of the cache, `page * page_size + slot` (over `block_size`). The page
+            table and `seq_lens` are then not used, all slots that are named must be in the cache, and the spec must not
+            be causal.
+
+    Attributes:
+        num_tokens: lists, or rows of lists, one for each query token; there may be more than tokens.
+        num_lists: lists of a token: 1, or one for each KV head.
+        width: most entries of a list.
+
+    Raises:
+        TypeError: an argument is of another type or dtype.
+        ValueError: shapes, strides or devices do not fit together.
+
+    Examples:
+        >>> lists = torch.tensor([[0, 7, -1], [3, 2, 6]], dtype=torch.int32)  # of two tokens
+        >>> quire.ChosenKeys(lists).num_lists
+        1
+        >>> blocks = torch.zeros(2, 8, 16, dtype=torch.int32)  # of 2 tokens, a list of 16 blocks for each of 8 KV heads
+        >>> quire.ChosenKeys(blocks, block_size=128).width
+        16
+        >>> counted = torch.tensor([[4, 9, 0, 2], [5, 0, 0, 1]], dtype=torch.int32)  # the last column counts
+        >>> quire.ChosenKeys(counted[:, :-1], counted[:, -1]).lens.tolist()
+        [2, 1]
+    """
+
+    indices: torch.Tensor
+    lens: torch.Tensor | None = None
+    block_size: int = 1
+    are_slots: bool = False
+    num_tokens: int = field(init=False)
+    num_lists: int = field(init=False)
+    width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        indices = check_tensor("indices", self.indices, "pass the lists that the indexer wrote")
+        if indices.dtype is not torch.int32:
+            raise TypeError(f"indices must be int32, got {indices.dtype}; convert them once for all layers")
+        if indices.dim() not in (2, 3) or (indices.dim() == 3 and indices.shape[1] == 0):
+            raise ValueError(
+                f"indices must be [num_tokens, width] or [num_tokens, num_kv_heads, width], got {describe(indices)}; "
+                "transpose lists that have the heads first"
+            )
+        if indices.shape[-1] > 1 and indices.stride(-1) != 1:
+            raise ValueError(
+                f"indices must have a contiguous last dimension, got strides {indices.stride()}; copy them once"
+            )
+        num_tokens, num_lists = indices.shape[0], indices.shape[1] if indices.dim() == 3 else 1
+        if self.lens is not None:
+            lens = check_tensor("lens", self.lens, "pass how many entries of each list count")
+            if lens.dtype is not torch.int32:
+                raise TypeError(f"lens must be int32, got {lens.dtype}; convert them once for all layers")
+            served = [(num_tokens,), (num_tokens, num_lists)] if indices.dim() == 3 else [(num_tokens,)]
+            if lens.shape not in served:
+                raise ValueError(
+                    f"lens must be {' or '.join(str(list(shape)) for shape in served)}, as there are lists, "
+                    f"got {list(lens.shape)}; give each list one"
+                )
+            if lens.device != indices.device:
+                raise ValueError(f"lens must be on indices' device {indices.device}, got {lens.device}; move them")
+        advice = "1 for lists of tokens"
+        size = check_integer("block_size", self.block_size, advice, 1, MOST_POSITIONS)
+        check_flag("are_slots", self.are_slots, "say whether entries are slots of the cache")
+        values = {"block_size": size, "num_tokens": num_tokens, "num_lists": num_lists, "width": indices.shape[-1]}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def kind(self) -> tuple[int, bool, bool, int]:
+        """What a launch is decided for: `block_size`, `are_slots`, whether there are `lens`, and `width`."""
+        return self.block_size, self.are_slots, self.lens is not None, self.width
+
+    def __repr__(self) -> str:
+        return shown(self, *(field.name for field in fields(self) if field.init))
+
+    def __str__(self) -> str:
+        what = "tokens" if self.block_size == 1 else f"blocks of {self.block_size}"
+        return f"lists of at most {self.width} {what}{', as slots' if self.are_slots else ''}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,16 +140,23 @@ class Batch:
             of its sequence. It sees all keys before the drafts too, or those from `key_begin` on, where a model has
             a window. A token's own bit is not implied. All drafts must be in the pages and finite. A sequence has at
             most 64. `quire.draft_trees` makes the words.
+        chosen: `ChosenKeys`, for models that choose the keys that each query token sees. A list takes the place of
+            intervals, trees and windows. Only keys that are named must be in the pages and finite.
+        extra_chosen: lists of further keys in a second cache, which `attention` takes as `extra_cache`. Both lists of a
+            token share one softmax, as the window and the compressed keys of DeepSeek V4 do. Its entries are slots,
+            and the spec is of latents.
 
     Attributes:
         num_seqs: sequences in the batch, padding rows included.
         table_width: entries of a row of `page_table`; None where it is flat.
         device: where the tensors are.
-        max_tokens: entries of `key_begin` or `tree_bits`; None without them.
+        max_tokens: entries of `key_begin` or `tree_bits`, or lists of `chosen`; None without them.
+        per_token: which of these the batch has, by name; None without them.
 
     Raises:
         TypeError: an argument is not a tensor of the dtype above.
         ValueError: shapes, strides or devices do not fit together.
+        UnsupportedError: chosen keys without pages.
 
     Examples:
         >>> table = torch.tensor([[3, 5], [1, -1]], dtype=torch.int32)  # two pages, and one
@@ -72,6 +177,8 @@ class Batch:
     key_begin: torch.Tensor | None = None
     key_end: torch.Tensor | None = None
     tree_bits: torch.Tensor | None = None
+    chosen: ChosenKeys | None = None
+    extra_chosen: ChosenKeys | None = None
     num_seqs: int = field(init=False, repr=False)
     table_width: int | None = field(init=False, repr=False)
     max_tokens: int | None = field(init=False, repr=False)
@@ -115,7 +222,12 @@ class Batch:
                 f"page_table must be [num_seqs, 1] where paged=False, got shape {tuple(table.shape)}; "
                 "it holds the token at which each sequence begins"
             )
-        object.__setattr__(self, "max_tokens", self._check_intervals(table.device, num_seqs))
+        max_tokens = self._check_intervals(table.device, num_seqs)
+        if self.chosen is not None:
+            max_tokens = self._check_chosen("chosen", self.chosen, table.device, num_seqs)
+        if self.extra_chosen is not None:
+            max_tokens = self._check_extra(self.extra_chosen, table.device, num_seqs)
+        object.__setattr__(self, "max_tokens", max_tokens)
         object.__setattr__(self, "num_seqs", num_seqs)
         object.__setattr__(self, "table_width", table.shape[1] if self.cu_pages is None else None)
         object.__setattr__(self, "device", table.device)
@@ -148,8 +260,51 @@ class Batch:
             max_tokens = length
         return max_tokens
 
+    def _check_extra(self, extra: ChosenKeys, device: torch.device, num_seqs: int) -> int:
+        """Return the number of lists of both `chosen` and `extra_chosen`."""
+        num_tokens = self._check_chosen("extra_chosen", extra, device, num_seqs)
+        if self.chosen is None:
+            raise ValueError("chosen must be given with extra_chosen, got None; pass the only lists as chosen")
+        if not extra.are_slots:
+            raise ValueError(
+                "extra_chosen must have are_slots=True, got lists of positions; the second cache has no page table"
+            )
+        return min(num_tokens, self.chosen.num_tokens)
+
+    def _check_chosen(self, argument: str, chosen: ChosenKeys, device: torch.device, num_seqs: int) -> int:
+        """Return the number of lists of `chosen` or `extra_chosen`, as `argument` says."""
+        if not isinstance(chosen, ChosenKeys):
+            raise TypeError(f"{argument} must be ChosenKeys, got {describe(chosen)}; call quire.ChosenKeys(indices)")
+        for name in ("key_begin", "key_end", "tree_bits"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} must be left out where chosen is given, got {describe(getattr(self, name))}; "
+                    "leave keys that are not seen out of the lists"
+                )
+        if not self.paged:
+            raise UnsupportedError(
+                "chosen must be left out where paged=False, got some; give keys a page table: a tensor of tokens is "
+                "pages of one token"
+            )
+        if chosen.indices.device != device:
+            raise ValueError(
+                f"{argument} must be on page_table's device {device}, got indices on {chosen.indices.device}; move them"
+            )
+        if self.cu_seqlens_q is None and chosen.num_tokens < num_seqs:
+            raise ValueError(
+                f"{argument} must have a row for each of {num_seqs} sequences, got {chosen.num_tokens}; "
+                "a batch without cu_seqlens_q has one query each"
+            )
+        return chosen.num_tokens
+
     def __repr__(self) -> str:
         return shown(self, *(field.name for field in fields(self) if field.init))
+
+    @property
+    def per_token(self) -> str | None:
+        """The argument that says which keys each token sees: "chosen", "tree_bits" or "key_begin"; None if none."""
+        names = ("chosen", "tree_bits", "key_begin")
+        return next((name for name in names if getattr(self, name) is not None), None)
 
     @property
     def query_starts(self) -> torch.Tensor:
@@ -193,8 +348,8 @@ class Batch:
         """
         if check_vector("cu_seqlens_k", cu_seqlens_k).shape[0] == 0:
             raise ValueError("cu_seqlens_k must begin with 0, got no entries; it has one entry more than sequences")
-        seen = {"key_begin": key_begin, "key_end": key_end, "tree_bits": tree_bits}
-        return cls(cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q, paged=False, **seen)
+        lengths = cu_seqlens_k[:-1, None], cu_seqlens_k.diff(), cu_seqlens_q
+        return cls(*lengths, paged=False, key_begin=key_begin, key_end=key_end, tree_bits=tree_bits)
 
 
 def check_vector(name: str, value: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire import log
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Bounds
 from quire.errors import describe
@@ -23,7 +23,9 @@ LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
     "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
-    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? chosen, Tensor? chosen_lens, int chosen_size, "
+    "bool chosen_are_slots, Tensor? extra_chosen, Tensor? extra_lens, int extra_size, Tensor? extra_latents, "
+    "Tensor? sinks, Tensor? alibi_slopes, "
     "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, str spec, str options, "
     "SymInt[] shared_prefix, SymInt max_query_len, SymInt max_seq_len, SymInt num_tokens) -> ()"
 )
@@ -53,6 +55,7 @@ def attention(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     out_scale: torch.Tensor | None,
+    extra_cache: PagedKVCache | None = None,
 ) -> None:
     """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v.
 
@@ -63,6 +66,12 @@ def attention(
     if asked is None:
         raise TypeError(f"plan must be from `quire.plan` under torch.compile, got {describe(plan)}; call it eagerly")
     q, q_pe = q if isinstance(q, tuple) else (q, None)
+    chosen, extra = batch.chosen, batch.extra_chosen
+    lists, more = (None, None, 1, False), (None, None, 1, None)
+    if chosen is not None:
+        lists = chosen.indices, chosen.lens, chosen.block_size, chosen.are_slots
+    if extra is not None and extra_cache is not None:
+        more = extra.indices, extra.lens, extra.block_size, extra_cache.latents
     pages = (cache.latents, None) if cache.is_latent else (cache.k, cache.v)
     torch.ops.quire.attention(
         q,
@@ -79,6 +88,8 @@ def attention(
         batch.key_begin,
         batch.key_end,
         batch.tree_bits,
+        *lists,
+        *more,
         sinks,
         alibi_slopes,
         out_scale,
@@ -158,6 +169,14 @@ def register(
         key_begin: torch.Tensor | None,
         key_end: torch.Tensor | None,
         tree_bits: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        chosen_lens: torch.Tensor | None,
+        chosen_size: int,
+        chosen_are_slots: bool,
+        extra_chosen: torch.Tensor | None,
+        extra_lens: torch.Tensor | None,
+        extra_size: int,
+        extra_latents: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None,
@@ -172,7 +191,9 @@ def register(
         num_tokens: int,
     ) -> None:
         lengths = page_table, seq_lens, cu_seqlens_q, cu_pages, query_offsets, layout != "THD"
-        batch = Batch(*lengths, key_begin, key_end, tree_bits)
+        lists = None if chosen is None else ChosenKeys(chosen, chosen_lens, chosen_size, chosen_are_slots)
+        extra = None if extra_chosen is None else ChosenKeys(extra_chosen, extra_lens, extra_size, are_slots=True)
+        batch = Batch(*lengths, key_begin, key_end, tree_bits, lists, extra)
         bounds, asked = Bounds(max_query_len, max_seq_len, num_tokens), Asked(spec, options, tuple(shared_prefix))
         plan = plan_again(batch, bounds, asked, workspace)
         if v is None:
@@ -180,8 +201,10 @@ def register(
         else:
             cache = PagedKVCache(k, v, layout, k_scale, v_scale)
         into = out if lse is None else State(out, lse)
-        per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
         queries = q if q_pe is None else (q, q_pe)
+        if extra_latents is not None:
+            per_head["extra_cache"] = PagedKVCache.from_latents(extra_latents, plan.spec.kv_lora_rank)
         attention_verb(queries, cache, plan, **per_head, out=into, out_scale=out_scale)
 
     def write_kv_impl(

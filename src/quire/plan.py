@@ -87,7 +87,10 @@ class Plan:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel family: "block", "split_kv", "hopper", "mla", "mla_hopper", "torch" or "shared_prefix"."""
+        """Name of the kernel family.
+
+        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "torch" or "shared_prefix".
+        """
         return self.launch.name
 
     @property
@@ -254,9 +257,10 @@ def plan(
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
-            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; chosen when not given. A plan
-            is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages, strides or
-            scales, the fallback that the plan names does; `launch_for` says which one it is.
+            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; "chosen" for the kernels for
+            chosen keys; the fastest when not given. A plan is made before the cache is known. If a kernel for Hopper
+            GPUs does not serve the cache's pages, strides or scales, the fallback that the plan names does;
+            `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
@@ -327,9 +331,10 @@ def decide_launch(
     device = batch.device
     properties = device_properties(device)
     has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
+    lists = tuple(None if one is None else one.kind for one in (batch.chosen, batch.extra_chosen))
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
-    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has)
+    request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has, *lists)
     decided = cpu.propose if by_torch else decide_once
     if levels:
         return shared.propose(request, levels, lambda part: decided(part, options))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import AttentionSpec
@@ -26,6 +26,7 @@ def attention(
     *,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    extra_cache: PagedKVCache | None = None,
     k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
     slot_mapping: torch.Tensor | None = None,  # [num_tokens] int64
@@ -46,6 +47,7 @@ def attention(
         spec: what to compute.
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
+        extra_cache: where the keys of the batch's `extra_chosen` are.
         k: keys of the queries' tokens that are read instead of what the cache has in their slots; not of latents, nor
             of a quantised cache, whose numbers are rounded.
         v: their values.
@@ -74,6 +76,23 @@ def attention(
         q_len = starts[seq + 1] - starts[seq]
         first = kv_len - q_len if offsets is None else offsets[seq]
         q_pos = torch.arange(first, first + q_len, device=q.device)
+        if batch.chosen is not None:
+            for token, kv_heads, page, slot in chosen_slots(batch, batch.chosen, cache, spec, seq, rows, first, kv_len):
+                all_keys, all_values = read(cache, page, slot, dtype, step)
+                if batch.extra_chosen is not None and extra_cache is not None:
+                    one = slice(token, token + 1)
+                    more = chosen_slots(batch, batch.extra_chosen, extra_cache, spec, seq, one, 0, kv_len)
+                    ((_, _, page, slot),) = more
+                    found = zip((all_keys, all_values), read(extra_cache, page, slot, dtype, None), strict=True)
+                    all_keys, all_values = map(torch.cat, found)
+                for kv_head in kv_heads:
+                    heads = slice(kv_head * spec.group_size, (kv_head + 1) * spec.group_size)
+                    queries, keys, values = q[token, heads, None], all_keys[:, kv_head], all_values[:, kv_head]
+                    scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)
+                    sink = None if sinks is None else sinks[heads].to(dtype)
+                    results, lses = attend(capped(scores, spec), values, sink, in_fp8)
+                    out[token, heads], lse[token, heads] = results[:, 0], lses[:, 0]
+            continue
         visible = visible_keys(batch, spec, rows, first, kv_len)  # [q_len, kv_len]
         # Keys that no query sees may have been freed and overwritten (a sliding window's past): they must not be read.
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
@@ -83,19 +102,84 @@ def attention(
             kv_head = heads.start // spec.group_size
             queries, keys, values = q[rows, heads].transpose(0, 1), all_keys[:, kv_head], all_values[:, kv_head]
             scores = spec.softmax_scale * ((to_fp8(queries) if in_fp8 else queries) @ keys.T)  # [heads, q_len, keys]
-            if spec.softcap is not None:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            scores = capped(scores, spec)
             if alibi_slopes is not None:
                 distances = (q_pos[:, None] - needed[None, :]).abs()
                 scores = scores - alibi_slopes[heads].to(dtype)[:, None, None] * distances
             scores = scores.masked_fill(~visible, float("-inf"))
-            if sinks is not None:  # a sink is one more key, whose value is 0
-                scores = torch.cat([scores, sinks[heads].to(dtype)[:, None, None].expand(-1, q_len, 1)], -1)
-                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-            probabilities, lses = softmax_and_lse(scores)
-            out[rows, heads] = ((to_fp8(probabilities) if in_fp8 else probabilities) @ values).transpose(0, 1)
+            sink = None if sinks is None else sinks[heads].to(dtype)
+            results, lses = attend(scores, values, sink, in_fp8)
+            out[rows, heads] = results.transpose(0, 1)
             lse[rows, heads] = lses.T
     return State(out, lse)
+
+
+def attend(
+    scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None, in_fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out [heads, q_len, head_dim_v] and lse [heads, q_len] of some heads of one KV head.
+
+    Args:
+        scores: [heads, q_len, keys], -inf for what is not seen.
+        values: [keys, head_dim_v].
+        sinks: [heads] or None.
+        in_fp8: round probabilities.
+    """
+    if sinks is not None:  # a sink is one more key, whose value is 0
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    probabilities, lse = softmax_and_lse(scores)
+    return (to_fp8(probabilities) if in_fp8 else probabilities) @ values, lse
+
+
+def capped(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Return scores as a softcap leaves them; the scores themselves without one."""
+    return scores if spec.softcap is None else spec.softcap * torch.tanh(scores / spec.softcap)
+
+
+def chosen_slots(
+    batch: Batch,
+    chosen: ChosenKeys,
+    cache: PagedKVCache,
+    spec: AttentionSpec,
+    seq: int,
+    rows: slice,
+    first: int,
+    kv_len: int,
+) -> Iterator[tuple[int, range, torch.Tensor, torch.Tensor]]:
+    """Yield what each list of a sequence's tokens names: the token, its KV heads, and the pages and slots of the keys.
+
+    Args:
+        batch: the sequences.
+        chosen: the batch's lists.
+        cache: the pages.
+        spec: what to compute.
+        seq: the sequence.
+        rows: its query tokens.
+        first: position of its first query.
+        kv_len: its keys.
+    """
+    size, device = chosen.block_size, batch.device
+    for token in range(rows.start, rows.stop):
+        position = first + token - rows.start
+        lists = chosen.indices[token].view(chosen.num_lists, chosen.width).tolist()
+        for i, entries in enumerate(lists):
+            if chosen.lens is not None:
+                entries = entries[: int(chosen.lens[token].expand(chosen.num_lists)[i])]
+            keys = [entry * size + j for entry in entries if entry >= 0 for j in range(size)]
+            if not chosen.are_slots:
+                end = min(kv_len, position + 1) if spec.causal else kv_len
+                keys = [key for key in keys if key < end]
+            keys = torch.tensor(keys, dtype=torch.int64, device=device)
+            kv_heads = range(spec.num_kv_heads) if chosen.num_lists == 1 else range(i, i + 1)
+            page = keys // cache.page_size if chosen.are_slots else page_of(batch, seq, keys, cache.page_size)
+            yield token, kv_heads, page, keys % cache.page_size
+
+
+def page_of(batch: Batch, seq: int, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the page of each position of a sequence, int64."""
+    table = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
+    return table[positions // page_size].long()
 
 
 def head_blocks(spec: AttentionSpec, scores_per_head: int) -> Iterator[slice]:
@@ -174,18 +258,28 @@ def visible_keys(batch: Batch, spec: AttentionSpec, rows: slice, first: int, kv_
 def gather(
     cache: PagedKVCache, batch: Batch, seq: int, positions: torch.Tensor, dtype: torch.dtype, step: Step | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a sequence's keys and values at `positions` through its page table, dequantised.
+    """Read a sequence's keys and values at `positions` through its page table, as `read` does."""
+    page = page_of(batch, seq, positions, cache.page_size)
+    return read(cache, page, positions % cache.page_size, dtype, step)
+
+
+def read(
+    cache: PagedKVCache, page: torch.Tensor, slot: torch.Tensor, dtype: torch.dtype, step: Step | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read keys and values, dequantised.
 
     Those of `step`, which are of `dtype`, are read in place of what the cache has in their slots.
 
+    Args:
+        cache: the pages.
+        page: [num_keys] int64.
+        slot: [num_keys] int64, in the page.
+        dtype: of the result.
+        step: new keys, values and their slots.
+
     Returns:
-        k [len(positions), num_kv_heads, head_dim] and v [len(positions), num_kv_heads, head_dim_v], of `dtype`.
+        k [num_keys, num_kv_heads, head_dim] and v [num_keys, num_kv_heads, head_dim_v], of `dtype`.
     """
-    if batch.cu_pages is None:
-        table = batch.page_table[seq]
-    else:
-        table = batch.page_table[int(batch.cu_pages[seq]) :]
-    page, slot = table[positions // cache.page_size].long(), positions % cache.page_size
     if cache.layout == "fp8_ds_mla":
         k = decode_records(cache.latents[page, slot], dtype)[:, None]
         return k, k[..., : cache.head_dim_v]

@@ -4,13 +4,13 @@ They are part of the package, so that integrations and users can test with them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from quire import reference
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.checks.batch import check_batch
 from quire.norm_rope import QKNorm, Rope
@@ -26,6 +26,7 @@ __all__ = [
     "make_problem",
     "owned_slots",
     "poison",
+    "random_chosen",
     "random_norm_rope",
     "unwritten",
 ]
@@ -51,6 +52,7 @@ class Problem:
         step: k, v, slot_mapping, rope and qk_norm of `quire.attention`, as far as it is given them. Oracles know them
             then, unless latents or a quantised cache round them.
         out_scale: that of `quire.attention`, if it is given one.
+        extra_cache: the same.
     """
 
     spec: AttentionSpec
@@ -63,6 +65,7 @@ class Problem:
     alibi_slopes: torch.Tensor | None
     step: Mapping[str, Any] = field(default_factory=dict)
     out_scale: torch.Tensor | None = None
+    extra_cache: PagedKVCache | None = None
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -81,7 +84,8 @@ class Problem:
     @property
     def tables(self) -> dict[str, Any]:
         """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
-        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
+        extra = {} if self.extra_cache is None else {"extra_cache": self.extra_cache}
+        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes} | extra
 
 
 def make_problem(
@@ -113,8 +117,8 @@ def make_problem(
         flat_table: make the page table one-dimensional, with `cu_pages`.
         one_query: leave `cu_seqlens_q` out; every query length must be 1.
         spare_pages: pages that no sequence owns, page 0 included.
-        per_token: returns the batch with intervals or trees, such as `quire.intervals.causal`, from the batch and its
-            number of tokens.
+        per_token: returns the batch with intervals, trees or chosen keys, such as `quire.intervals.causal` or
+            `random_chosen`, from the batch and its number of tokens.
         seed: of the random numbers.
         device: where the tensors go.
 
@@ -163,6 +167,7 @@ def make_problem(
         key_begin=move(batch.key_begin),
         key_end=move(batch.key_end),
         tree_bits=move(batch.tree_bits),
+        chosen=None if (c := batch.chosen) is None else replace(c, indices=c.indices.to(device), lens=move(c.lens)),
     )
     if cache.is_latent:
         cache = PagedKVCache.from_latents(cache.latents.to(device), spec.kv_lora_rank, scale=move(cache.k_scale))
@@ -170,6 +175,76 @@ def make_problem(
         scale_tensors = move(cache.k_scale), move(cache.v_scale)
         cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, *scale_tensors)
     return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, move(sinks), move(slopes))
+
+
+def random_chosen(
+    batch: Batch,
+    num_tokens: int,
+    *,
+    width: int,
+    num_lists: int | None = None,
+    block_size: int = 1,
+    counted: bool = False,
+    causal: bool = True,
+    slots_of: int | None = None,
+    seed: int = 0,
+) -> Batch:
+    """Return the batch with random lists of chosen keys, for `make_problem(per_token=...)`.
+
+    Lists have any number of entries, in any order, and negative numbers anywhere. Some are empty.
+
+    Args:
+        batch: the sequences, on the CPU.
+        num_tokens: query tokens of the step.
+        width: most entries of a list.
+        num_lists: lists of a token, as many as KV heads; None for one list for all heads.
+        block_size: keys that an entry names.
+        counted: say how many entries count; those after them are no keys.
+        causal: name no key after the token's own block.
+        slots_of: name slots, of pages of this many tokens, instead of positions.
+        seed: of the random numbers.
+
+    Examples:
+        >>> from functools import partial
+        >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+        >>> choose = partial(quire.testing.random_chosen, width=8)
+        >>> problem = quire.testing.make_problem(spec, [(1, 40), (7, 7)], per_token=choose)
+        >>> problem.batch.chosen.indices.shape
+        torch.Size([8, 8])
+    """
+    if slots_of is not None and slots_of % block_size:
+        raise ValueError(
+            f"slots_of must be a multiple of block_size, got {slots_of} and {block_size}; a block is whole"
+        )
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(limit: int) -> int:
+        return int(torch.randint(limit, (1,), generator=generator))
+
+    lists = num_lists or 1
+    indices = torch.full((num_tokens, lists, width), -1, dtype=torch.int32)
+    lens = torch.full((num_tokens, lists), width, dtype=torch.int32)
+    starts = batch.query_starts.tolist()
+    for seq, kv_len in enumerate(batch.seq_lens.tolist()):
+        for token in range(starts[seq], starts[seq + 1]):
+            end = max(0, kv_len - (starts[seq + 1] - 1 - token)) if causal else kv_len
+            for i in range(lists):
+                if counted:
+                    lens[token, i] = below(width + 1)
+                room, blocks = int(lens[token, i]), -(-end // block_size)
+                most = min(room, blocks)
+                count = most if below(2) else below(most + 1)
+                entries = torch.randperm(max(blocks, 1), generator=generator)[:count]
+                if slots_of is not None:
+                    row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[batch.cu_pages[seq] :]
+                    first = entries * block_size
+                    entries = (row[first // slots_of].long() * slots_of + first % slots_of) // block_size
+                indices[token, i, torch.randperm(room, generator=generator)[:count]] = entries.int()
+                indices[token, i, room::2], indices[token, i, room + 1 :: 2] = 0, (1 << 31) - 1
+    counts = lens if counted else None
+    if num_lists is None:
+        indices, counts = indices[:, 0], None if counts is None else counts[:, 0]
+    return replace(batch, chosen=ChosenKeys(indices, counts, block_size, are_slots=slots_of is not None))
 
 
 def random_cache(
@@ -209,7 +284,7 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
     """Return which slots hold a key that some query sees, [num_pages, page_size] bool.
 
     Keys between two that are seen count as well, and the drafts of a tree: kernels read them whether or not they are
-    seen.
+    seen. Of chosen keys, those that lists name count, and no others.
 
     Args:
         batch: the sequences.
@@ -224,6 +299,11 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
         if spec is not None:
             first = kv_len - q_len if batch.query_offsets is None else int(batch.query_offsets[seq])
             rows = slice(starts[seq], starts[seq] + q_len)
+            if batch.chosen is not None:
+                named = reference.chosen_slots(batch, batch.chosen, cache, spec, seq, rows, first, kv_len)
+                for _, _, page, slot in named:
+                    owned[page, slot] = True
+                continue
             positions = reference.visible_keys(batch, spec, rows, first, kv_len).any(0).nonzero()[:, 0].tolist()
             if batch.tree_bits is not None:
                 positions = sorted({*positions, *range(max(first, 0), min(first + q_len, kv_len))})

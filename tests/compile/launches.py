@@ -1,6 +1,6 @@
 """The launches of the compile suite: kinds of batches × head dims × feature sets, called as a user calls them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -313,6 +313,52 @@ def attend_to_latents(batch: str, features: str, page_size: int = 64, **options)
     plan = quire.plan(spec, described, max_query_len=q_len, max_seq_len=kv_len, kernel="mla", **options)
     cache = quire.PagedKVCache.empty(spec, 4, page_size, layout=LATENTS[features][2])
     quire.attention(torch.empty(num_seqs * q_len, heads, spec.head_dim, dtype=spec.dtype), cache, plan)
+    return plan
+
+
+def choose_keys() -> None:
+    """Launch what models compute before they choose keys."""
+    q, k = (torch.empty(*shape).to(torch.float8_e4m3fn) for shape in ((64, 64, 128), (4096, 128)))
+    weights, ends = torch.empty(64, 64), torch.zeros(64, dtype=torch.int32)
+    for options in ({}, {"num_columns": 512}):
+        quire.indexer.mqa_logits(q, k, torch.empty(4096), weights, ends, ends, **options)
+    cache, table = torch.empty(16, 64, 1, 132, dtype=torch.uint8), torch.zeros(16, 16, dtype=torch.int32)
+    quire.indexer.paged_mqa_logits(q.view(16, 4, 64, 128), cache, weights, ends[:16], table, 1024, clean=False)
+    batch = quire.Batch(table, ends[:16], ends[:17])
+    q, keys = torch.empty(30, 4, 128, dtype=torch.bfloat16), torch.empty(9, 128, 128, dtype=torch.bfloat16)
+    quire.indexer.block_scores(q, keys, batch, block_size=128, max_query_len=20, max_seq_len=1024)
+    quire.indexer.top_k(torch.empty(64, 32768), 2048, begin=ends, end=ends)
+
+
+CHOSEN = {  # heads of keys and values, or features and heads of latents; and what lists have
+    "tokens": (("bfloat16", 128), {}),
+    "tokens, few heads": (("bfloat16", 16), {}),
+    "slots of records": (("records", 128), {"are_slots": True}),
+    "slots of records, few heads": (("records", 16), {"are_slots": True}),
+    "two lists": (("no rotary columns", 64), {"are_slots": True}),
+    "blocks": ((32, 4), {"block_size": 128}),
+}
+
+
+def attend_to_chosen(features: str, **planned) -> quire.Plan:
+    """Launch attention to chosen keys, in prompts; return its plan."""
+    heads, options = CHOSEN[features]
+    indices, lens = torch.zeros(16, 1, 2048, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
+    lists = quire.ChosenKeys(indices, lens, **options)
+    starts, table = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
+    if isinstance(heads[0], str):
+        spec, layout = latent_spec(*heads), LATENTS[heads[0]][2]
+    else:
+        spec, layout = make_spec(128, Features({"sinks": True}, heads)), "HND"
+    spec = replace(spec, causal=not lists.are_slots)
+    extra = quire.ChosenKeys(indices[..., :512], lens, are_slots=True) if features == "two lists" else None
+    batch = quire.Batch(table, starts[1:], starts, chosen=lists, extra_chosen=extra)
+    plan = quire.plan(spec, batch, max_query_len=8, max_seq_len=4096, num_tokens=16, **planned)
+    cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+    sinks = torch.zeros(spec.num_q_heads) if spec.sinks else None
+    q = torch.empty(16, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
+    extra_cache = None if extra is None else quire.PagedKVCache.empty(spec, 4, 16, layout=layout)
+    quire.attention(q, cache, plan, sinks=sinks, return_lse=True, extra_cache=extra_cache)
     return plan
 
 

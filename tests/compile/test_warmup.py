@@ -171,6 +171,61 @@ def test_nothing_compiles_for_intervals_and_trees_after_warmup(without_compiler)
                         quire.attention(torch.empty(num_tokens, 32, 128, dtype=torch.float16), cache, plan)
 
 
+@pytest.mark.parametrize("features", ["bfloat16", "records", None])
+@pytest.mark.parametrize("lists", [{"are_slots": True}, {"block_size": 8}], ids=str)
+@pytest.mark.parametrize("second_cache", [False, True])
+def test_nothing_compiles_for_chosen_keys_after_warmup(features, lists, second_cache, without_compiler):
+    if second_cache and features is None:
+        pytest.skip("only latents have keys in a second cache")
+    spec, layout = SPEC, "HND"
+    if features is not None:
+        spec, layout = launches.latent_spec(features, 8), launches.LATENTS[features][2]
+    spec = replace(spec, causal="are_slots" not in lists)
+    cache = quire.PagedKVCache.empty(spec, 2, 64, layout=layout)
+
+    def lists_of(num_tokens, strided=False):
+        """Return lists whose last column says how many entries count; `strided` ones have a list for each KV head."""
+        shape = (num_tokens, spec.num_kv_heads, 801) if strided else (num_tokens, 801)
+        column = torch.zeros(shape, dtype=torch.int32)
+        return quire.ChosenKeys(column[..., :-1], column[..., -1], **lists)
+
+    def extra_of(num_tokens):
+        indices = torch.zeros(num_tokens, 130, dtype=torch.int32)
+        return quire.ChosenKeys(indices[:, :128], are_slots=True) if second_cache else None
+
+    extra_cache = quire.PagedKVCache.empty(spec, 2, 16, layout=layout) if second_cache else None
+    with compiling(without_compiler()) as compiled:
+        limits = {"max_num_seqs": 300, "max_num_tokens": 400, "max_seq_len": 2000}
+        limits |= {"chosen": lists_of(1), "extra_chosen": extra_of(1)}
+        quire.warmup(spec, cache, **limits, extra_cache=extra_cache)
+        kernel = "chosen_kernel" if features is None else "chosen_latents_kernel"
+        assert {kernel, "combine_chosen_kernel"} < {c.kernel for c in compiled}
+        size = quire.workspace_size(spec, **limits, device=cache.device)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((64, 2000),), ((1, 7),) * 299):
+                q_lens, seq_lens = zip(*lens, strict=True)
+                lengths, num_tokens = torch.tensor(seq_lens, dtype=torch.int32), sum(q_lens)
+                one_each = (None,) if max(q_lens) == 1 else ()
+                for starts in (*one_each, torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)):
+                    chosen = lists_of(num_tokens, strided=len(lens) > 1)
+                    batch = quire.Batch(
+                        torch.zeros(len(lens), 32, dtype=torch.int32),
+                        lengths,
+                        starts,
+                        chosen=chosen,
+                        extra_chosen=extra_of(num_tokens),
+                    )
+                    bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": num_tokens}
+                    workspace = torch.zeros(size, dtype=torch.uint8)
+                    plan = quire.plan(spec, batch, **bounds, workspace=workspace)
+                    quire.attention(
+                        torch.empty(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype),
+                        cache,
+                        plan,
+                        extra_cache=extra_cache,
+                    )
+
+
 @pytest.mark.parametrize("features", ["bfloat16", "e4m3"])
 def test_nothing_compiles_for_latents_after_warmup(features, without_compiler):
     """Plans for latents distinguish three quarters of a power of two queries, too."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 import quire
 from quire.dispatch.device import interprets
@@ -135,6 +136,10 @@ def test_what_does_not_fit_is_not_cut():
         assert [numbers[seq] for seq in range(3)] == [8 if slots >= 16 * (seq + 1) else 1 for seq in range(3)]
 
 
+@pytest.mark.skipif(
+    triton.__version__.startswith(("3.7.", "3.8.")),
+    reason="the interpreter of Triton 3.7 and 3.8 raises an error where a sum of int32 wraps around",
+)
 @pytest.mark.parametrize("num_programs", [1, 3, 132])
 def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
     """Tiles of all work tiles pass 2^31, and so does the share of few programs. Each row block is found once."""

@@ -27,6 +27,7 @@ from quire.kernels.portable.schedule import (
     min_partition_units,
     next_row_block,
     partition_size,
+    skip_decoding,
     skip_prompts,
     span,
     units_here,
@@ -109,10 +110,10 @@ ITEM = tl.constexpr(6)
 def walk_kernel(
     out_ptr, parts_ptr, lengths, cu_seqlens_q, window_left, window_right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,
-    MULTI_BLOCK: tl.constexpr,
+    MIN_QUERIES: tl.constexpr, MULTI_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the sequence, the row block, its first unit, its last one and one, planned units, and whether it is cut."""
-    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES)
+    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, MIN_QUERIES=MIN_QUERIES)
     part = load_part(parts_ptr, tl.program_id(0))
     seq, block, more = part.seq, part.block, part.low < part.high
     at = out_ptr + tl.program_id(0) * MOST * ITEM
@@ -127,6 +128,8 @@ def walk_kernel(
         seq, block, more = next_row_block(part, seq, block, num_blocks, MULTI_BLOCK)
         if MAX_DECODE_QUERIES > 0:
             seq = skip_prompts(cu_seqlens_q, seq, part.last_seq, MAX_DECODE_QUERIES)
+        if MIN_QUERIES > 0:
+            seq = skip_decoding(cu_seqlens_q, seq, part.last_seq, MIN_QUERIES)
 
 
 def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs: tuple, **more: Any) -> Any:
@@ -135,7 +138,7 @@ def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs:
     split, window, most_queries = more.get("split", 0), more.get("window", (1 << 30, 0)), more.get("most_queries", 0)
     constexprs = {
         "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": most_queries, "INTERVALS": 0,
-        "MORE_INTERVALS": False, "FIXED_SPLIT": split > 0, "PDL": False,
+        "MORE_INTERVALS": False, "MIN_QUERIES": more.get("least_queries", 0), "FIXED_SPLIT": split > 0, "PDL": False,
     }  # fmt: skip
     launch = SimpleNamespace(
         num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
@@ -153,14 +156,14 @@ def units_of(q_len: int, seq_len: int, rows: tuple[int, int], unit: int, window:
 
 
 def expected_items(
-    lens: Sequence[tuple[int, int]], rows: tuple[int, int], unit: int, window: int, most: int, num_partitions: int,
+    lens: Sequence[tuple[int, int]], rows: tuple[int, int], unit: int, window: int, ours: range, num_partitions: int,
     size: int,
 ) -> list[list[tuple[int, ...]]]:  # fmt: skip
     """Return the items of each partition, from a list of all units in their order."""
     every = [
         (seq, block, i, of)
         for seq, (q_len, seq_len) in enumerate(lens)
-        if not most or q_len <= most
+        if q_len in ours
         for blocks, of in [units_of(q_len, seq_len, rows, unit, window)]
         for block in range(blocks)
         for i in range(of)
@@ -178,7 +181,8 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
     random = np.random.default_rng(seed)
     ragged, many = seed % 3 != 0, seed % 4 == 1
     rows, unit = ((3, 4) if ragged else (4, 16)), int(random.choice([1, 16, 64]))
-    window, most = int(random.choice([1 << 30, 40])), 5 if seed % 3 == 2 else 0
+    window, most, least = int(random.choice([1 << 30, 40])), 5 if seed % 3 == 2 else 0, 3 if seed % 6 == 4 else 0
+    ours = range(least, most + 1 if most else 1 << 30)  # queries of sequences that no other launch serves
     num_seqs, num_partitions = (
         int(random.integers(260, 600) if many else random.integers(1, 30)),
         int(random.integers(1, 40)),
@@ -189,10 +193,10 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
     starts = torch.tensor(np.cumsum([0, *(q for q, _ in lens)]), dtype=torch.int32, device=device) if ragged else None
     seq_lens = torch.tensor([n for _, n in lens], dtype=torch.int32, device=device)
     blocks = [units_of(*n, rows, unit, window)[0] for n in lens]
-    combines = most == 0
+    combines = most == least == 0
     launch = launch_for(
         num_seqs, num_partitions, rows, (0.0, 0, 1.0, NEVER), window=(window, 0), most_queries=most,
-        num_cuts=sum(blocks) + 3 if combines else 0,
+        least_queries=least, num_cuts=sum(blocks) + 3 if combines else 0,
     )  # fmt: skip
     finder = Scheduler(launch, SimpleNamespace(
         seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts,
@@ -202,13 +206,13 @@ def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed,
     parts, cuts = finder.tensors
     found = torch.full((num_partitions, MOST.value, ITEM.value), -1, dtype=torch.int32, device=device)
     walk_kernel[num_partitions,](
-        found, parts, Lengths(seq_lens, starts, None, None, None), starts, window, 0, *rows, unit, most, ragged
+        found, parts, Lengths(seq_lens, starts, None, None, None), starts, window, 0, *rows, unit, most, least, ragged
     )
     items = [[tuple(item) for item in of.tolist() if item[0] >= 0] for of in found]
-    total = sum(b * u for n in lens if not most or n[0] <= most for b, u in [units_of(*n, rows, unit, window)])
+    total = sum(b * u for n in lens if n[0] in ours for b, u in [units_of(*n, rows, unit, window)])
     size = max(cdiv(total, num_partitions), 1)
-    expected = expected_items(lens, rows, unit, window, most, num_partitions, size)
-    # With longer sequences left out, those of other kernels may stand between a partition's own.
+    expected = expected_items(lens, rows, unit, window, ours, num_partitions, size)
+    # With longer or shorter sequences left out, those of other kernels may stand between a partition's own.
     assert items == expected
     if not combines:
         assert cuts is None

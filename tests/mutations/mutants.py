@@ -20,6 +20,7 @@ BY_A_SECOND_LAUNCH = (
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
+CHOSEN = "kernels/test_chosen.py::test_"
 APPEND = "kernels/test_append.py::test_a_step_that_appends_is_a_write_and_a_step"
 NORM_ROPE = "kernels/test_norm_rope.py::test_"
 OFFSETS = "kernels/test_offsets.py::test_far_strides_reach_what_they_say"
@@ -36,6 +37,49 @@ PRODUCTS = LATENTS + "many_rows_fp8.py"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
+    # chosen/
+    "a chosen key after the token": Mutant(
+        "kernels/chosen/kernel.py",
+        "end = tl.minimum(end, position + 1)",
+        "end = tl.minimum(end, position + 2)",
+        CHOSEN + "rows_see_what_lists_name[1-regions of 8-True]",
+    ),
+    "entries of a list that do not count": Mutant(
+        "kernels/chosen/kernel.py",
+        "mask=n // N.BLOCK_SIZE < place.count, other=-1",
+        "mask=n // N.BLOCK_SIZE <= place.count, other=-1",
+        CHOSEN + "rows_see_what_lists_name[1-counted-True]",
+    ),
+    "a negative entry taken for a key": Mutant(
+        "kernels/chosen/kernel.py",
+        "    keep = entry >= 0\n",
+        "    keep = entry >= -1\n",
+        CHOSEN + "rows_see_what_lists_name[1-one list-True]",
+    ),
+    "the list of another KV head": Mutant(
+        "kernels/chosen/kernel.py",
+        "lists.token + kv_head.to(tl.int64) * lists.head",
+        "lists.token",
+        CHOSEN + "rows_see_what_lists_name[1-a list for each head-True]",
+    ),
+    "the last tile of a part of a list": Mutant(
+        "kernels/chosen/kernel.py",
+        "tl.minimum((split + 1) * size, num_tiles)",
+        "tl.minimum((split + 1) * size, num_tiles - 1)",
+        CHOSEN + "parts_of_lists_are_combined[2-fields0]",
+    ),
+    "a part of a list that is not combined": Mutant(
+        "kernels/chosen/kernel.py",
+        "present = i < num_partials",
+        "present = i < num_partials - 1",
+        CHOSEN + "parts_of_lists_are_combined[2-fields0]",
+    ),
+    "tokens of no sequence are written": Mutant(
+        "kernels/chosen/kernel.py",
+        "owned = token < q_start + q_len",
+        "owned = token >= 0",
+        CHOSEN + "rows_of_no_sequence_are_left_as_they_are",
+    ),
     # primitives.py
     "causal mask dropped": Mutant(
         "kernels/primitives.py",
@@ -210,6 +254,12 @@ IN_INTERPRETER = {
     ),
     "sequences found one too late": Mutant(
         "kernels/portable/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
+    ),
+    "sequences of another launch in a partition": Mutant(
+        "kernels/portable/schedule.py",
+        "ours & (sequences.q_len >= U.MIN_QUERIES)",
+        "ours",
+        SCHEDULE + "each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots[4]",
     ),
     "the last row blocks of a sequence are those of another length": Mutant(
         "kernels/portable/schedule.py",
@@ -613,6 +663,25 @@ OUTSIDE = {
         "            and (batch.max_tokens is None or num_tokens <= batch.max_tokens)\n",
         "",
         BAD_INPUT + "what_a_batch_says_of_each_token_is_checked_before_a_launch",
+    ),
+    # lists of chosen keys
+    "an entry that repeats": Mutant(
+        "checks/batch.py",
+        "        if bool(twice.any()):\n",
+        "        if False:\n",
+        "test_chosen.py::test_attention_refuses_lists_before_it_writes",
+    ),
+    "slots outside of the cache": Mutant(
+        "checks/batch.py",
+        "seen & (key >= num_slots)",
+        "seen & (key > 1 << 40)",
+        "test_chosen.py::test_contents_of_lists_are_checked",
+    ),
+    "CPU: a chosen key after the token": Mutant(
+        "chosen.py",
+        "tokens.position[rows] + 1",
+        "tokens.position[rows] + 2",
+        CHOSEN + "rows_see_what_lists_name[1-regions of 8-True]",
     ),
     # cpu/
     "CPU: causal mask dropped": Mutant(

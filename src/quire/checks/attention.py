@@ -68,7 +68,11 @@ def check_attention(
             and (batch.cu_seqlens_q is not None or num_tokens >= batch.num_seqs)
             and batch.paged is (cache.layout != "THD")
             and (batch.max_tokens is None or num_tokens <= batch.max_tokens)
-            and (batch.table_width is None or batch.table_width * cache.page_size >= bounds.max_seq_len)
+            and (
+                batch.table_width is None
+                or batch.table_width * cache.page_size >= bounds.max_seq_len
+                or (batch.chosen is not None and batch.chosen.are_slots)
+            )
             and (_is_per_head(sinks, first) if spec.sinks else sinks is None)
             and (_is_per_head(alibi_slopes, first) if spec.alibi else alibi_slopes is None)
             and not (first.requires_grad and torch.is_grad_enabled())
@@ -95,6 +99,37 @@ def _is_rope(q_pe: torch.Tensor | None, q_nope: torch.Tensor, spec: AttentionSpe
         and q_pe.device == q_nope.device
         and not (q_pe.requires_grad and torch.is_grad_enabled())
     )
+
+
+def check_extra_cache(extra: Any, cache: PagedKVCache, plan: Any) -> None:
+    """Raise unless `extra_cache` is there where the plan's batch has lists of its keys, and is like the cache."""
+    if plan.batch.extra_chosen is None:
+        raise ValueError(
+            f"extra_cache must be left out where the batch has no extra_chosen, got {describe(extra)}; "
+            "say in the batch which of its keys are seen"
+        )
+    check_like(extra, cache)
+
+
+def check_like(extra: Any, cache: PagedKVCache) -> None:
+    """Raise unless a second cache is one like the cache."""
+    if not isinstance(extra, PagedKVCache):
+        raise TypeError(
+            f"extra_cache must be a PagedKVCache where the batch has extra_chosen, got {describe(extra)}; "
+            "pass the cache that its slots are in"
+        )
+    if extra.signature != cache.signature or extra.layout != cache.layout:
+        raise ValueError(
+            f"extra_cache must have the layout, widths and dtype of cache, got {extra} and {cache}; "
+            "pages may be of another size"
+        )
+    if extra.device != cache.device:
+        raise ValueError(f"extra_cache must be on cache's device {cache.device}, got {extra.device}; move it")
+    if extra.scale_kind not in ("none", "record"):
+        raise UnsupportedError(
+            "extra_cache must have no scale but those of records, got one for all of it; merge two calls with "
+            "quire.merge_states"
+        )
 
 
 def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
@@ -133,9 +168,8 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
             f"plan with num_tokens={q.shape[0]}"
         )
     if batch.max_tokens is not None and q.shape[0] > batch.max_tokens:
-        name = "key_begin" if batch.tree_bits is None else "tree_bits"
         raise ValueError(
-            f"{name} must have an entry for each of q's {q.shape[0]} tokens, got {batch.max_tokens}; "
+            f"{batch.per_token} must have an entry for each of q's {q.shape[0]} tokens, got {batch.max_tokens}; "
             "give it one for each token of the step"
         )
     if batch.paged and cache.layout == "THD":
@@ -148,7 +182,8 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
             f"cache must be of layout THD, as the plan's batch has no pages, got {cache.layout}; "
             "give the batch a page table"
         )
-    if batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
+    has_slots = batch.chosen is not None and batch.chosen.are_slots
+    if not has_slots and batch.table_width is not None and batch.table_width * cache.page_size < bounds.max_seq_len:
         raise ValueError(
             f"page_table must cover max_seq_len = {bounds.max_seq_len} keys, got {batch.table_width} pages of "
             f"{cache.page_size}; widen the table or plan with the true bound"

@@ -10,12 +10,13 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.chosen import entries_of, keys_of, page_table_at
 from quire.intervals import locate
 from quire.spec import AttentionSpec
 
 
 def check_batch(batch: Batch, cache: PagedKVCache, *, shared_pages: bool = True, writes: bool = True) -> None:
-    """Check lengths, page numbers and intervals, and that no two sequences write to one page.
+    """Check lengths, page numbers, intervals and chosen keys, and that no two sequences write to one page.
 
     Sequences are taken to write their last keys, as many as they have queries. A batch with `query_offsets`, or whose
     keys are not paged, is not taken to write.
@@ -83,7 +84,82 @@ def check_reads(
                 f"{name} must bound every sequence, got {bound} for a batch whose sequence {seq} has {int(lens[seq])}; "
                 "plan with the true bound"
             )
-    check_pages(batch, cache, *visible_span(batch, spec, query_lens, seq_lens))
+    if batch.chosen is not None:
+        check_chosen(batch, cache, causal=spec is not None and spec.causal)
+    else:
+        check_pages(batch, cache, *visible_span(batch, spec, query_lens, seq_lens))
+
+
+def check_chosen(batch: Batch, cache: PagedKVCache, *, causal: bool, argument: str = "chosen") -> None:
+    """Check lists of chosen keys: their lengths, that no entry repeats, and that each key that is seen has a slot.
+
+    Args:
+        batch: the sequences, with `chosen`.
+        cache: the pages.
+        causal: whether a token sees no key after itself.
+        argument: what the lists are called.
+    """
+    chosen, num_tokens = batch.chosen, int(batch.query_starts[-1])
+    assert chosen is not None
+    if num_tokens > chosen.num_tokens:
+        raise ValueError(
+            f"{argument} must have a row for each of {num_tokens} tokens, got {chosen.num_tokens}; add rows"
+        )
+    if chosen.lens is not None:
+        lens = chosen.lens[:num_tokens].cpu()
+        token = first_true(((lens < 0) | (lens > chosen.width)).view(num_tokens, -1).any(1)) if num_tokens else None
+        if token is not None:
+            raise ValueError(
+                f"lens must be from 0 to the lists' {chosen.width} entries, got {lens[token].tolist()} for token "
+                f"{token}; count entries, not keys"
+            )
+    tokens, num_slots = locate(batch, num_tokens), cache.num_pages * cache.page_size
+    size, table = cache.page_size, batch.page_table
+    for first in range(0, num_tokens, step := tokens_at_once(chosen.num_lists * chosen.width * chosen.block_size)):
+        rows = slice(first, min(first + step, num_tokens))
+        entries = entries_of(chosen, rows).sort(-1).values
+        twice = (entries.diff() == 0) & (entries[..., 1:] >= 0)
+        if bool(twice.any()):
+            token, which, at = twice.nonzero()[0].tolist()
+            raise ValueError(
+                f"{argument} must name no entry twice in a list, got {int(entries[token, which, at])} twice for token "
+                f"{first + token}; a key counts once"
+            )
+        key, seen = keys_of(chosen, tokens, rows, causal=causal)
+        if chosen.are_slots:
+            wrong, what = seen & (key >= num_slots), f"slots below num_pages * page_size = {num_slots}"
+            token = first_true(wrong.flatten(1).any(1))
+            if token is not None:
+                raise ValueError(
+                    f"{argument} must name {what}, got {int(key[token][wrong[token]][0])} for token {first + token}; "
+                    "pass -1 for no slot"
+                )
+            continue
+        entry, seq = key // size, tokens.seq[rows, None, None]
+        begin, width = torch.zeros_like(seq), table.shape[-1]
+        if batch.cu_pages is not None:
+            begin = batch.cu_pages[seq].long()
+        outside = seen & ((begin < 0) | (begin + entry >= width))
+        token = first_true(outside.flatten(1).any(1))
+        if token is not None:
+            where = int(seq[token, 0, 0])
+            raise ValueError(
+                f"page_table must cover sequence {where}'s chosen keys, got {width} entries of pages of {size} for key "
+                f"{int(key[token][outside[token]][0])} of token {first + token}; widen it"
+            )
+        page = page_table_at(batch, seq, entry, seen)
+        wrong = seen & ((page < 0) | (page >= cache.num_pages))
+        token = first_true(wrong.flatten(1).any(1))
+        if token is not None:
+            raise ValueError(
+                f"page_table must hold pages 0 to {cache.num_pages - 1}, got {int(page[token][wrong[token]][0])} for "
+                f"sequence {int(seq[token, 0, 0])}; allocate the page first"
+            )
+
+
+def tokens_at_once(numbers_per_token: int) -> int:
+    """Return for how many tokens a step is computed at once, so that its tensors have at most 2^24 numbers."""
+    return max(1, (1 << 24) // max(1, numbers_per_token))
 
 
 def visible_span(
@@ -124,8 +200,21 @@ def interval_span(batch: Batch, query_lens: torch.Tensor, seq_lens: torch.Tensor
 
 
 def check_intervals(batch: Batch) -> None:
-    """Check that intervals are within their sequences, and that trees name drafts only. Call it after `check_reads`."""
+    """Check that intervals and lists are within their sequences, and that trees name drafts only.
+
+    Call it after `check_reads`.
+    """
     starts, seq_lens = batch.query_starts.tolist(), batch.seq_lens.tolist()
+    if batch.chosen is not None and not batch.chosen.are_slots:
+        for seq, kv_len in enumerate(seq_lens):
+            entries = entries_of(batch.chosen, slice(starts[seq], starts[seq + 1])).flatten(1)
+            token = first_true((entries.long() * batch.chosen.block_size >= kv_len).any(1) & (kv_len > 0))
+            if token is not None:
+                raise ValueError(
+                    f"chosen must name keys of the sequence's {kv_len}, got entry {int(entries[token].max())} of "
+                    f"{batch.chosen.block_size} for token {starts[seq] + token} of sequence {seq}; "
+                    "what is outside is not seen"
+                )
     for seq, kv_len in enumerate(seq_lens):
         rows = slice(starts[seq], starts[seq + 1])
         for name, ends in (("key_begin", batch.key_begin), ("key_end", batch.key_end)):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
@@ -62,13 +62,16 @@ def check_plan_arguments(
             "say in the batch which queries are whose"
         )
     if batch.max_tokens is not None:
-        name = "key_begin" if batch.tree_bits is None else "tree_bits"
-        check_per_token(spec, name)
+        check_per_token(spec, batch.per_token or "")
         if batch.tree_bits is not None and max_query_len > MAX_DRAFTS:
             raise UnsupportedError(
                 f"max_query_len must be at most {MAX_DRAFTS} where the batch has tree_bits, got {max_query_len}; "
                 "a word has a bit for each draft of a sequence: put prompts into another batch"
             )
+    if batch.chosen is not None:
+        check_chosen(spec, batch.chosen)
+    if batch.extra_chosen is not None:
+        check_extra_chosen(spec, batch.extra_chosen)
     if num_splits is not None:
         num_splits = check_integer("num_splits", num_splits, "leave it out to have it chosen", 1, MAX_SPLITS)
     if config is not None and not isinstance(config, KernelConfig):
@@ -101,14 +104,45 @@ def check_per_token(spec: AttentionSpec, name: str) -> None:
     for window in ("sliding_window", "sliding_window_right"):
         if getattr(spec, window) is not None:
             by_hand = "quire.intervals.sliding_window" if name == "key_begin" else "quire.draft_trees.windowed"
+            advice = f"say it by key_begin, for which there is {by_hand}"
+            if name == "chosen":
+                advice = "leave keys outside of the window out of the lists"
             raise ValueError(
-                f"{window} must be left out where the batch has {name}, got {getattr(spec, window)}; "
-                f"say it by key_begin, for which there is {by_hand}"
+                f"{window} must be left out where the batch has {name}, got {getattr(spec, window)}; {advice}"
             )
     if name == "tree_bits" and spec.alibi:
         raise UnsupportedError(
             "alibi must be False where the batch has tree_bits, got True; drafts that branch share positions"
         )
+
+
+def check_chosen(spec: AttentionSpec, chosen: ChosenKeys) -> None:
+    """Raise if a batch's lists of chosen keys do not fit the spec."""
+    if chosen.num_lists not in (1, spec.num_kv_heads):
+        raise ValueError(
+            f"chosen must have one list a token, or one for each of {spec.num_kv_heads} KV heads, "
+            f"got {chosen.num_lists}; slice the lists to this rank's heads"
+        )
+    if chosen.are_slots and spec.causal:
+        raise ValueError(
+            "causal must be False where chosen has slots, which have no positions, got True; "
+            "leave keys that are not seen out of the lists"
+        )
+    if spec.alibi:
+        raise UnsupportedError(
+            "alibi must be False where the batch has chosen, got True; no model has both: leave out the slopes"
+        )
+
+
+def check_extra_chosen(spec: AttentionSpec, extra: ChosenKeys) -> None:
+    """Raise if a batch's lists of keys in a second cache do not fit the spec."""
+    if not spec.latent:
+        raise UnsupportedError(
+            "extra_chosen must be left out for keys and values that aren't latents, got some; no model has both: merge "
+            "two calls with quire.merge_states"
+        )
+    if extra.num_lists != 1:
+        raise ValueError(f"extra_chosen must have one list a token, got {extra.num_lists}; latents have one KV head")
 
 
 def _check_workspace(workspace: Any, device: torch.device) -> None:

@@ -63,6 +63,11 @@ def check_shared_prefix(
             f"batch must have a rectangular page_table and no query_offsets with shared_prefix, got {found}; "
             "leave out shared_prefix"
         )
+    if batch.chosen is not None:
+        raise UnsupportedError(
+            "batch must have no chosen keys with shared_prefix, got some, of which few are in common; "
+            "leave out shared_prefix"
+        )
     if batch.max_tokens is not None:
         raise UnsupportedError(
             "batch must have no intervals and no tree_bits with shared_prefix, got some; leave out shared_prefix"

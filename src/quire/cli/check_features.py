@@ -10,6 +10,7 @@ import torch
 from quire import draft_trees, intervals
 from quire.batch import Batch
 from quire.spec import AttentionSpec
+from quire.testing import random_chosen
 
 
 class SpecOptions(TypedDict, total=False):
@@ -111,6 +112,8 @@ class Feature:
 
 NEIGHBOURS: NormRopeOptions = {"rotary_dim": 24, "interleaved": True, "qk_norm": True}
 
+BY_HAND: SpecOptions = {"causal": False}  # slots have no positions: lists say what is seen
+
 FEATURES = (
     Feature("decode", lens=((1, 130), (1, 1), (1, 77))),
     Feature("decode, one query each", lens=((1, 130), (1, 1), (1, 0), (1, 77)), problem={"one_query": True}),
@@ -135,6 +138,25 @@ FEATURES = (
     Feature("draft trees, split keys", lens=((7, 300), (4, 20)), plan={"num_splits": 3}, problem={"per_token": trees}),
     Feature(
         "draft trees in a window", lens=((7, 130), (4, 20), (1, 77)), problem={"per_token": partial(trees, window=3)}
+    ),
+    Feature("chosen keys", problem={"per_token": partial(random_chosen, width=40)}),
+    Feature(
+        "chosen keys, captured in a graph",
+        lens=((1, 300), (1, 5), (1, 200)),
+        problem={"per_token": partial(random_chosen, width=40)},
+        captured=True,
+    ),
+    Feature("chosen keys, counted", problem={"per_token": partial(random_chosen, width=40, num_lists=2, counted=True)}),
+    Feature(
+        "chosen regions of 8", {"sinks": True}, problem={"per_token": partial(random_chosen, width=5, block_size=8)}
+    ),
+    Feature(
+        "chosen slots", BY_HAND, problem={"per_token": partial(random_chosen, width=40, causal=False, slots_of=16)}
+    ),
+    Feature(
+        "chosen blocks, fp8 cache, HND",
+        FP8,
+        problem={"per_token": partial(random_chosen, width=3, num_lists=2, block_size=16), "layout": "HND"},
     ),
     Feature("softcap", {"softcap": 3.0}),
     Feature("ALiBi", {"alibi": True}),
@@ -177,6 +199,17 @@ LATENT_FEATURES = (
     Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8 latents", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, fp8_ds_mla", DEEPSEEK | FP8, DRAFTS, problem={"page_size": 64, "layout": "fp8_ds_mla"}),
+    Feature("MLA: chosen keys", LATENTS | {"sinks": True}, problem={"per_token": partial(random_chosen, width=40)}),
+    Feature(
+        "MLA: chosen slots, fp8_ds_mla",
+        DEEPSEEK | FP8 | BY_HAND,
+        DRAFTS,
+        problem={
+            "page_size": 64,
+            "layout": "fp8_ds_mla",
+            "per_token": partial(random_chosen, width=80, causal=False, slots_of=64),
+        },
+    ),
     Feature("MLA: fp8 e4m3 output", LATENTS, DRAFTS, out_scale=0.02),
     Feature("MLA: new tokens", LATENTS, DRAFTS, append=True),
     Feature("MLA: captured in a graph", DEEPSEEK, DRAFTS, problem={"page_size": 64}, captured=True),

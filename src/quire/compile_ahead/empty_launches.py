@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire.api import attention, norm_rope_and_write, write_kv, write_latent
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.dispatch.request import cdiv
 from quire.kernels.launch import Launch, as_appending
@@ -29,6 +29,7 @@ class EmptyLaunches:
         norm_rope: how new tokens are normalised and rotated, as `attention` takes it.
         out_scale: whether outputs are quantised.
         per_head_dtype: dtype of sinks and slopes; None for the spec's, and float32.
+        extra_cache: of keys in a second cache, if batches name some.
     """
 
     spec: AttentionSpec
@@ -39,6 +40,7 @@ class EmptyLaunches:
     norm_rope: Mapping[str, Any]
     out_scale: bool
     per_head_dtype: torch.dtype | None = None
+    extra_cache: PagedKVCache | None = None
 
     def run(self, before: Callable[[str], None] = lambda name: None) -> None:
         """Launch each kernel, after a call of `before` with its description."""
@@ -86,6 +88,12 @@ class EmptyLaunches:
             seen["tree_bits"] = nothing.long()
         if request.has_intervals:
             seen |= {"key_begin": nothing} if request.has_tree else {"key_begin": nothing, "key_end": nothing}
+        if request.chosen is not None:
+            seen["chosen"] = empty_lists(request.chosen, nothing)
+        extra = {}
+        if request.extra_chosen is not None:
+            seen["extra_chosen"] = empty_lists(request.extra_chosen, nothing)
+            extra["extra_cache"] = self.extra_cache
         batch = Batch(table, seq_lens, starts, paged=cache.layout != "THD", **seen)
         plan = make_plan(spec, batch, launch, "warm-up")
         q = torch.zeros(num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
@@ -96,7 +104,7 @@ class EmptyLaunches:
         slopes = torch.zeros(heads, dtype=dtype or torch.float32, device=device) if spec.alibi else None
         sinks = torch.zeros(heads, dtype=dtype or spec.dtype, device=device) if spec.sinks else None
         new = self.new_tokens(num_tokens) if self.append and plan.appender(cache) is not None else {}
-        attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale)
+        attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale, **extra)
 
     def with_launches(self, planned: Iterable[Launch]) -> "EmptyLaunches":
         """Return a warm-up of those planned launches that have a kernel which none before has."""
@@ -109,3 +117,10 @@ class EmptyLaunches:
                 launches.append(launch)
                 found |= keys
         return replace(self, launches=tuple(launches))
+
+
+def empty_lists(kind: tuple[int, bool, bool, int], lens: torch.Tensor) -> ChosenKeys:
+    """Return lists of a kind (`ChosenKeys.kind`) that name nothing, one for each of `lens`, which are 0."""
+    block_size, are_slots, has_lens, width = kind
+    lists = torch.full((lens.shape[0], width), -1, dtype=torch.int32, device=lens.device)
+    return ChosenKeys(lists, lens if has_lens else None, block_size, are_slots)

@@ -49,13 +49,13 @@ def launches_within(
     max_num_tokens: int,
     max_seq_len: int,
     batch_invariant: bool,
-    per_token: Sequence[tuple[bool, bool]] = ((False, False),),
+    per_token: Sequence[tuple[Any, ...]] = ((False, False),),
     min_query_len: int = 1,
     min_seq_len: int = 1,
 ) -> Iterator[Launch]:
     """Enumerate launches that have all kernels of batches within the bounds.
 
-    `per_token` says of each kind of batches whether it has intervals and trees.
+    `per_token` is that of `kinds`.
     """
     limits = max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len
     for request in kinds(spec, device, limits, per_token, least=True):
@@ -71,7 +71,7 @@ def scratch_within(
     max_num_tokens: int,
     max_seq_len: int,
     batch_invariant: bool,
-    per_token: Sequence[tuple[bool, bool]] = ((False, False),),
+    per_token: Sequence[tuple[Any, ...]] = ((False, False),),
     min_query_len: int = 1,
     min_seq_len: int = 1,
 ) -> int:
@@ -97,7 +97,7 @@ def kinds(
     spec: AttentionSpec,
     device: DeviceProperties,
     limits: tuple[int, int, int, int, int],
-    per_token: Sequence[tuple[bool, bool]],
+    per_token: Sequence[tuple[Any, ...]],
     least: bool,
 ) -> Iterator[Request]:
     """Enumerate a batch of each kind within limits: that with the least numbers, or with the largest ones.
@@ -106,7 +106,8 @@ def kinds(
         spec: what is computed.
         device: the device's properties.
         limits: most sequences, tokens and keys of a sequence; fewest queries and keys of a batch's longest sequence.
-        per_token: of each kind of batches, whether it has intervals and trees.
+        per_token: of each kind of batches, whether it has intervals and trees; or also a flat table, and the kinds of
+            its chosen keys.
         least: whether numbers are the least.
     """
     max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len = limits

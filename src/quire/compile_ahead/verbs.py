@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from quire import log
+from quire.batch import ChosenKeys
 from quire.cache import PagedKVCache
-from quire.checks.limits import check_limits, check_what_launches
+from quire.checks.limits import check_extra, check_limits, check_what_launches
 from quire.checks.norm_rope import check_norm_rope_alone
 from quire.compile_ahead import exported, processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
@@ -38,6 +39,8 @@ def workspace_size(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
+    extra_chosen: ChosenKeys | None = None,
 ) -> int:
     """Return how many bytes of scratch are enough for every plan of every batch within the bounds.
 
@@ -51,6 +54,8 @@ def workspace_size(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys.
+        extra_chosen: the same of `extra_chosen`.
 
     Returns:
         Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant
@@ -67,7 +72,17 @@ def workspace_size(
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, 1, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        1,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
+        extra_chosen,
     )
     if is_served_by_torch(where):
         return 0
@@ -86,6 +101,9 @@ def warmup(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
+    extra_chosen: ChosenKeys | None = None,
+    extra_cache: PagedKVCache | None = None,
     return_lse: bool = False,
     out_scale: bool = False,
     per_head_dtype: torch.dtype | None = None,
@@ -121,6 +139,10 @@ def warmup(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys: `width`, `block_size`, `are_slots` and whether
+            there are `lens` decide what is compiled. A server that also runs batches without them warms up for each.
+        extra_chosen: the same of `extra_chosen`.
+        extra_cache: one layer's second cache, with `extra_chosen`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one. A launch that quantises its output is another kernel.
         per_head_dtype: dtype of `sinks` and `alibi_slopes`; when not given, sinks are of the spec's dtype, as weights
@@ -149,9 +171,20 @@ def warmup(
         []
     """
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        min_query_len,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
+        extra_chosen,
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
+    check_extra(cache, extra_chosen, extra_cache)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
         if value is not None and not append:
             raise ValueError(f"append must be True with {name}, got False; {name} is for new tokens")
@@ -164,7 +197,7 @@ def warmup(
     from quire.kernels.launcher import compile_together
 
     bounds = spec, device_properties(device), *limits
-    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype)
+    blank = EmptyLaunches(spec, cache, (), return_lse, append, norm_rope, out_scale, per_head_dtype, extra_cache)
     warm_up = blank.with_launches(distinct_launches(*bounds))
     names: list[str] = []
     began = time.perf_counter()
@@ -202,6 +235,9 @@ def begin_warmup(
     batch_invariant: bool = False,
     intervals: bool = False,
     trees: bool = False,
+    chosen: ChosenKeys | None = None,
+    extra_chosen: ChosenKeys | None = None,
+    extra_cache: PagedKVCache | None = None,
     return_lse: bool = False,
     out_scale: bool = False,
     per_head_dtype: torch.dtype | None = None,
@@ -226,6 +262,9 @@ def begin_warmup(
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`.
         trees: whether batches may have `tree_bits`.
+        chosen: lists like those of the batches, if all have chosen keys.
+        extra_chosen: the same of `extra_chosen`.
+        extra_cache: like the second cache to come, with `extra_chosen`.
         return_lse: whether the lse is asked for.
         out_scale: whether `quire.attention` is given one.
         per_head_dtype: dtype of `sinks` and `alibi_slopes`.
@@ -244,12 +283,23 @@ def begin_warmup(
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     limits = check_limits(
-        spec, max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len, batch_invariant, intervals, trees
+        spec,
+        max_num_seqs,
+        max_num_tokens,
+        max_seq_len,
+        min_query_len,
+        min_seq_len,
+        batch_invariant,
+        intervals,
+        trees,
+        chosen,
+        extra_chosen,
     )
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
+    check_extra(cache, extra_chosen, extra_cache)
     folder = exported.folder_of(kernels)
     if where.type in ("cpu", "cuda") and not interprets() and not is_served_by_torch(where):
-        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype)
+        blank = EmptyLaunches(spec, cache, (), return_lse, append, {}, out_scale, per_head_dtype, extra_cache)
         exported.load(folder, where)
         if log.is_on(log.START):
             log.say_once(log.START, f"begin_warmup of {log.words_of(spec)}, in a process")

@@ -13,8 +13,9 @@ from typing import Any, get_origin
 
 import torch
 
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
+from quire.chosen import entries_of
 from quire.debug.memory import DTYPES, Place, allocate
 from quire.errors import describe
 from quire.spec import AttentionSpec
@@ -24,13 +25,14 @@ INDICES = (
     *("page_table", "seq_lens", "cu_seqlens_q", "cu_pages", "query_offsets"),
     *("key_begin", "key_end", "tree_bits"),
 )
+LISTS = ("chosen", "chosen_lens")  # indices and lens of the batch's chosen keys, if it had them
 NEW = ("new_k", "new_v", "slot_mapping")  # k, v and slot_mapping of the call, if it had them
 ROPE, QK_NORM = ("cos", "sin", "positions"), ("q_weight", "k_weight")  # of its rope and its qk_norm, if it had them
 NAMES = (
     *("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes"),
-    *(*NEW, *ROPE, *QK_NORM, *INDICES),
+    *(*NEW, *ROPE, *QK_NORM, *INDICES, *LISTS),
 )
-STORED = ("slot_mapping", "positions", *INDICES)  # with and without contents
+STORED = ("slot_mapping", "positions", *INDICES, *LISTS)  # with and without contents
 BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
 
 
@@ -53,6 +55,8 @@ class Call:
             cache and its scales per token, only the pages that the batch reads.
         interleaved: of the rope, if there was one.
         eps: of the qk_norm, if there was one.
+        chosen_size: `block_size` of the chosen keys, if there were some.
+        chosen_are_slots: their `are_slots`.
     """
 
     spec: AttentionSpec
@@ -68,6 +72,8 @@ class Call:
     tensors: dict[str, torch.Tensor]
     interleaved: bool = False
     eps: float = 1e-6
+    chosen_size: int = 1
+    chosen_are_slots: bool = False
 
     def write(self, path: Path) -> None:
         """Write the file in one step."""
@@ -83,7 +89,7 @@ class Call:
     @property
     def batch(self) -> Batch:
         """The batch, on the CPU."""
-        return batch_of(self.tensors, self.paged)
+        return batch_of(self.tensors, self)
 
     @cached_property
     def cache(self) -> PagedKVCache:
@@ -102,10 +108,13 @@ class Call:
         return self.cache.page_size if self.paged else 1
 
 
-def batch_of(tensors: Mapping[str, torch.Tensor], paged: bool) -> Batch:
-    """Return the batch of some tensors by name."""
-    batch = {name: tensors[name] for name in INDICES if name in tensors}
-    return Batch(**batch, paged=paged)
+def batch_of(tensors: Mapping[str, torch.Tensor], call: Call) -> Batch:
+    """Return the batch of some tensors by name, which are those of a call."""
+    batch: dict[str, Any] = {name: tensors[name] for name in INDICES if name in tensors}
+    if "chosen" in tensors:
+        lists = tensors["chosen"], tensors.get("chosen_lens")
+        batch["chosen"] = ChosenKeys(*lists, call.chosen_size, call.chosen_are_slots)
+    return Batch(**batch, paged=call.paged)
 
 
 def cache_of(tensors: Mapping[str, torch.Tensor], spec: AttentionSpec, layout: str) -> PagedKVCache:
@@ -123,6 +132,11 @@ def units_read(call: Call) -> torch.Tensor:
     """
     batch, page_size, num_units = call.batch, call.page_size, call.cache.num_pages
     found = []
+    if batch.chosen is not None and batch.chosen.are_slots:
+        entries, size = entries_of(batch.chosen, slice(None)).unique(), batch.chosen.block_size
+        keys = entries[entries >= 0].long()[:, None] * size + torch.arange(size, device="cpu")
+        units = (keys.flatten() // page_size).unique()
+        return units[units < num_units]
     for seq, length in enumerate(batch.seq_lens.tolist()):
         if batch.paged:
             row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[int(batch.cu_pages[seq]) :]
@@ -211,6 +225,8 @@ def check_tensors(call: Call) -> None:
             raise ValueError(f"it must describe {name}, got {', '.join(call.places)}")
     if unknown := (call.places.keys() | call.tensors.keys()) - set(NAMES):
         raise ValueError(f"it must describe no tensors but {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
+    if "chosen_lens" in call.places and "chosen" not in call.places:
+        raise ValueError(f"it must describe chosen with chosen_lens, got {', '.join(call.places)}")
     if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
         raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
     for group in (ROPE, QK_NORM):

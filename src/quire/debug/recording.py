@@ -16,7 +16,7 @@ from quire import api, errors
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks.attention import NewTokens, check_attention
-from quire.debug.call import INDICES, NEW, QK_NORM, ROPE, STORED, Call, units_read
+from quire.debug.call import INDICES, LISTS, NEW, QK_NORM, ROPE, STORED, Call, units_read
 from quire.debug.memory import describe, indexed
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.errors import check_flag, check_integer
@@ -193,12 +193,18 @@ def call_of(
     contents: bool, q: Any, cache: PagedKVCache, plan: Plan, sinks: Any, alibi_slopes: Any, new: NewTokens | None = None
 ) -> Call:
     """Return the arguments of a call, described; `contents` is that of `record`, the others those of its checks."""
+    if plan.batch.extra_chosen is not None:
+        raise errors.UnsupportedError(
+            "plan must be of a batch without extra_chosen while a call is recorded, got some; record another call"
+        )
     *tokens, rope, qk_norm = new or (None,) * 5
     queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v, "v_scale": cache.v_scale}
     every: dict[str, Any] = queries | pages | {"k_scale": cache.k_scale}
     every |= {"sinks": sinks, "alibi_slopes": alibi_slopes} | {name: getattr(plan.batch, name) for name in INDICES}
-    for names, some in ((NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
+    chosen = plan.batch.chosen
+    lists = () if chosen is None else (chosen.indices, chosen.lens)
+    for names, some in ((LISTS, lists), (NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
         every.update(zip(names, some or (), strict=False))  # numbers come after tensors
     tensors = {name: tensor.detach() for name, tensor in every.items() if tensor is not None}
     stored = {name: copied(tensors[name]) for name in STORED if name in tensors}
@@ -216,6 +222,8 @@ def call_of(
         tensors=stored,
         interleaved=rope is not None and Rope(*rope).interleaved,
         eps=1e-6 if qk_norm is None else float(QKNorm(*qk_norm).eps),
+        chosen_size=1 if chosen is None else chosen.block_size,
+        chosen_are_slots=chosen is not None and chosen.are_slots,
     )
     if contents:
         units = units_read(call).to(cache.device)

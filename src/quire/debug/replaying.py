@@ -131,7 +131,9 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     units = units_read(call)
     count = max(1, len(units))
     places = {n: place.with_length(count) if n in call.in_units else place for n, place in call.places.items()}
-    least = sum(sizes(places).values()) if call.paged else needed
+    size, page_size = call.chosen_size, call.page_size
+    is_whole = not call.chosen_are_slots or size % page_size == 0 or page_size % size == 0  # blocks stay whole
+    least = sum(sizes(places).values()) if call.paged and is_whole else needed
     if least > max_bytes:
         raise ValueError(
             f"max_bytes must be at least {least} ({least / 2**30:.1f} GiB) for this call, got {max_bytes}; "
@@ -149,6 +151,11 @@ def renumber(call: Call, max_bytes: int, notes: list[str]) -> Call:
     beyond = torch.where(table >= call.cache.num_pages, count, -1)
     renumbered = torch.where(is_page, number[table.clamp(0, call.cache.num_pages - 1)], beyond)
     tensors = call.tensors | {"page_table": renumbered.to(batch.page_table.dtype)}
+    if call.chosen_are_slots:
+        entries = tensors["chosen"].long()
+        page = number[(entries * size // page_size).clamp(0, call.cache.num_pages - 1)]
+        moved = (page * page_size + entries * size % page_size) // size
+        tensors["chosen"] = torch.where((entries >= 0) & (page >= 0), moved, -1).int()
     if "slot_mapping" in tensors:
         slots = tensors["slot_mapping"]
         page, slot = number[(slots // call.page_size).clamp(0, call.cache.num_pages - 1)], slots % call.page_size
@@ -169,7 +176,7 @@ def rebuild(
     numbers = call.tensors if call.has_contents else call.tensors | random_numbers(call, len(units))
     for name, tensor in tensors.items():
         write(tensor, numbers[name].to(device), units.to(device) if name in call.in_units else None)
-    batch = batch_of(tensors, call.paged)
+    batch = batch_of(tensors, call)
     cache = cache_of(tensors, call.spec, call.layout)
     pair = (tensors["q_nope"], tensors.get("q_pe")) if "q" not in tensors else None
     q = tensors["q"] if pair is None else torch.cat([part for part in pair if part is not None], -1)

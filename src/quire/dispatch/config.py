@@ -13,6 +13,8 @@ from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
 HOPPER_QUANTISED = (64, 64), (128, 128)  # columns of keys and values of a quantised cache that the Hopper kernel serves
+ROWS_OF_PRODUCT = 16  # of mma.sync
+LEAST_OWN_ROWS = 64  # of a row block, whose warps have rows of their own
 MIN_TMA_BOX = 8  # least rows of a page in one TMA load, as the layouts of swizzled tiles have
 
 
@@ -159,21 +161,34 @@ class KernelConfig:
         """Options that the compiler for AMD GPUs takes and others do not, by name."""
         return {name: getattr(self, name) for name in HINTS if getattr(self, name)}
 
-    def shared_memory(self, spec: AttentionSpec) -> int:
-        """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight."""
-        if spec.latent:
-            return self._latent_shared_memory(spec)
-        kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
-        return self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
+    def has_own_rows(self, properties: DeviceProperties) -> bool:
+        """Whether each warp multiplies rows of its own by mma.sync, not some columns of all rows."""
+        return properties.has_mma_sync and self.block_m >= max(LEAST_OWN_ROWS, ROWS_OF_PRODUCT * self.num_warps)
 
-    def _latent_shared_memory(self, spec: AttentionSpec) -> int:
+    def shared_memory(self, spec: AttentionSpec, properties: DeviceProperties) -> int:
+        """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight.
+
+        mma.sync multiplies registers: the tile that is multiplied is no longer in shared memory. Page numbers may be
+        there, and probabilities where warps share the columns of few rows.
+        """
+        if spec.latent:
+            return self._latent_shared_memory(spec, properties)
+        kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
+        num_bytes = self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
+        if properties.has_mma_sync and spec.dtype.itemsize == 2 and self.num_stages > 1:
+            num_bytes += 4 * (self.num_stages - 1) * self.block_n - kv_tile
+            if not self.has_own_rows(properties):
+                num_bytes += self.block_m * self.block_n * spec.dtype.itemsize
+        return num_bytes
+
+    def _latent_shared_memory(self, spec: AttentionSpec, properties: DeviceProperties) -> int:
         """Return the bytes for queries, latent tiles and probabilities; keys and values are the same bytes.
 
         One tile is not in flight while it is multiplied, except by wgmma, which reads it in shared memory. A quantised
         tile is converted into a further one.
         """
         width = self.block_dv + spec.qk_rope_head_dim
-        tiles = max(1, self.num_stages - (self.block_m < 64)) * spec.kv_dtype.itemsize
+        tiles = max(1, self.num_stages - (self.block_m < 64 or properties.has_mma_sync)) * spec.kv_dtype.itemsize
         if spec.kv_dtype is not spec.dtype:
             tiles += spec.dtype.itemsize
         return (
@@ -196,7 +211,7 @@ def reduced(config: KernelConfig, spec: AttentionSpec, properties: DevicePropert
         lambda c: replace(c, block_n=16),
     )
     for step in steps:
-        while config.shared_memory(spec) > properties.shared_memory and step(config) != config:
+        while config.shared_memory(spec, properties) > properties.shared_memory and step(config) != config:
             config = step(config)
     return config
 

@@ -55,7 +55,16 @@ class DeviceProperties:
         Hopper and datacenter Blackwell multiply 64 rows by other instructions than 32. On Hopper, the bits are equal.
         On Blackwell, which has as much shared memory and no wgmma, this was not tried.
         """
-        return 32 if self.supports_pdl and not self.has_wgmma and self.shared_memory > 200 * 1024 else 128
+        return 32 if self._is_datacenter_blackwell else 128
+
+    @property
+    def has_mma_sync(self) -> bool:
+        """Whether all products of a kernel are mma.sync's, which reads registers: NVIDIA's GPUs but Hopper and B200."""
+        return self.native_tf32 and not (self.has_wgmma or self.has_mfma or self._is_datacenter_blackwell)
+
+    @property
+    def _is_datacenter_blackwell(self) -> bool:
+        return self.supports_pdl and not self.has_wgmma and self.shared_memory > 200 * 1024
 
 
 class CrossCompilation(NamedTuple):

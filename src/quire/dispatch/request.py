@@ -51,6 +51,8 @@ class Request:
         has_intervals: whether the batch has `key_begin`.
         has_tree: whether the batch has `tree_bits`.
         has_flat_table: whether the batch has `cu_pages`.
+        chosen: `ChosenKeys.kind` of the batch's `chosen`; None without it.
+        extra_chosen: the same of its `extra_chosen`.
     """
 
     spec: AttentionSpec
@@ -61,6 +63,8 @@ class Request:
     has_intervals: bool = False
     has_tree: bool = False
     has_flat_table: bool = False
+    chosen: tuple[int, bool, bool, int] | None = None
+    extra_chosen: tuple[int, bool, bool, int] | None = None
 
     @property
     def is_ragged(self) -> bool:
@@ -86,6 +90,8 @@ class Request:
     @property
     def per_token(self) -> str | None:
         """What the batch says of each token instead of the spec's band, in words; None if nothing."""
+        if self.chosen is not None:
+            return "chosen keys"
         return "draft trees" if self.has_tree else "intervals of keys" if self.has_intervals else None
 
 

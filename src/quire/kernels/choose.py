@@ -14,6 +14,7 @@ from quire.dispatch.constants import CHOICES, constants_of
 from quire.dispatch.predict import Numbers, micros, times
 from quire.dispatch.request import Options, Request
 from quire.errors import UnsupportedError
+from quire.kernels.chosen import launch as chosen_keys
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch, once
@@ -25,7 +26,7 @@ from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
-FAMILIES = "mla_hopper", "mla", "hopper", "portable"  # as `plan(kernel=...)` names them
+FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen"  # as `plan(kernel=...)` names them
 FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 
@@ -39,9 +40,15 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
         within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
     """
     is_latent, kernel = request.spec.latent, options.kernel
+    chosen = chosen_keys.variants(request, options, within)
+    if request.chosen is not None:
+        refusals = {name: "chosen keys" for name in FAMILIES if name != "chosen"}
+        if isinstance(chosen, str):
+            return {}, refusals | {"chosen": chosen}
+        return (dict(chosen) if kernel in (None, "chosen") else {}), refusals
     own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
     of_others = "latents" if is_latent else "keys and values that aren't latents"
-    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)}
+    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | {"chosen": str(chosen)}
     found: dict[str, Launch] = {}
     base = (mla if is_latent else portable).variants(request, options, within)
     if isinstance(base, str):
@@ -75,7 +82,7 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
             )
         refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
         raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
-    launch, *others = least(found)
+    launch, *others = least(found) if len(found) > 1 else found.values()
     if launch.name in FAST:
         base = [other for other in others if other.name not in FAST]
         portable_one = options._replace(kernel=FAST[launch.name])
@@ -129,13 +136,13 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
 
 @once
 def predicted_us(launch: Any) -> float | None:
-    """Return the µs that a launch is predicted to take at its bounds; None where PyTorch serves the request."""
-    if launch.name == "torch":
-        return None
+    """Return the µs that a launch is predicted to take at its bounds; None for PyTorch and kernels for chosen keys."""
     if launch.name == "shared_prefix":
         parts = [predicted_us(part) for part in launch.launches]
         known = [part for part in parts if part is not None]
         return sum(known) if len(known) == len(parts) else None
+    if not isinstance(launch, PortableLaunch | HopperLaunch | MLAHopperLaunch):
+        return None
     return predicted(launch, lens_of(launch.request))
 
 
@@ -149,7 +156,7 @@ def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbe
     request = launch.request
     if of_kind is None:
         of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
-    name = name or variant_of(launch)
+    name = (name or variant_of(launch)).replace("mixed", "whole")
     if (known := of_kind.get(name)) is not None:
         return known
     factors = constants_of(request.device).factors.get(family_of(name))
@@ -193,4 +200,5 @@ def variant_of(launch: Any) -> str:
     if launch.kernel == "mla":
         return f"mla {portable.name_of(launch.config)}"
     use = "joined" if launch.has_combine_launch else "cut" if launch.num_partitions else "whole"
+    use = "mixed" if launch.decode is not None else use
     return f"portable {portable.name_of(launch.config)} {use}"

@@ -52,7 +52,8 @@ SCALARS = frozenset(
     (
         "page_table", "cu_pages", "seq_lens", "query_offsets", "key_begin", "key_end", "tree_bits", "cu_seqlens_q",
         "slot_mapping", "positions", "page_pairs", "k_scale", "v_scale", "k_scale_ptr", "v_scale_ptr", "sinks_ptr",
-        "slopes_ptr", "lse_ptr", "lses",
+        "slopes_ptr", "lse_ptr", "lses", "indices", "list_lens", "extra_indices",
+        "extra_lens",
     )
 )  # fmt: skip
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to

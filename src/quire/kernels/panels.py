@@ -3,6 +3,10 @@
 The sizes of Triton's tensors are powers of two, and the width of a head may be none. A head of 168 columns, padded to
 256, would multiply 88 columns of zeros. Panels of 128 and 64 have 24.
 
+mma.sync gives each warp rows of its own only if an accumulator has no more columns than rows. So values have panels of
+at most as many columns there, where rows are enough for all warps. Else each warp would have some columns of all rows:
+probabilities would go through shared memory, and warps would wait for each other's maxima (`docs/notes/attention.md`).
+
 A stored element is EACH numbers: two where fp8 numbers are read in pairs, else one. Panels are of stored elements. A
 pair's numbers are decoded into a panel of even columns and one of odd columns.
 """
@@ -25,9 +29,15 @@ def power_of_two(number):
 
 
 @triton.constexpr_function
-def panel_widths(DIM, EACH, ROWS):
-    """Return the stored elements of each panel of a head: one panel, or two where these hold less padding."""
+def panel_widths(DIM, EACH, ROWS, MOST=0):
+    """Return the stored elements of each panel of a head, at most MOST if that is not 0.
+
+    Else there are one panel, or two where these hold less padding.
+    """
     elements = DIM // EACH
+    if 0 < MOST < elements:
+        rest = elements % MOST
+        return (MOST,) * (elements // MOST) + ((max(LEAST_WIDTH, power_of_two(rest)),) if rest else ())
     whole = max(LEAST_WIDTH, power_of_two(elements))
     first = whole // 2
     rest = max(LEAST_REST, power_of_two(elements - first))
@@ -36,47 +46,47 @@ def panel_widths(DIM, EACH, ROWS):
 
 
 @triton.constexpr_function
-def num_panels(DIM, EACH, ROWS):
+def num_panels(DIM, EACH, ROWS, MOST=0):
     """Return how many panels hold a head."""
-    return len(panel_widths(DIM, EACH, ROWS))
+    return len(panel_widths(DIM, EACH, ROWS, MOST))
 
 
 @triton.constexpr_function
-def panel_width(DIM, EACH, ROWS, i):
+def panel_width(DIM, EACH, ROWS, MOST, i):
     """Return the stored elements of panel i."""
-    return panel_widths(DIM, EACH, ROWS)[i]
+    return panel_widths(DIM, EACH, ROWS, MOST)[i]
 
 
 @triton.constexpr_function
-def panel_is_full(DIM, EACH, ROWS, i):
+def panel_is_full(DIM, EACH, ROWS, MOST, i):
     """Return whether panel i has no padding."""
-    return sum(panel_widths(DIM, EACH, ROWS)[: i + 1]) * EACH <= DIM
+    return sum(panel_widths(DIM, EACH, ROWS, MOST)[: i + 1]) * EACH <= DIM
 
 
 @triton.jit
-def elements_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, i: tl.constexpr):
+def elements_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, i: tl.constexpr):
     """Return the stored elements of panel i, numbered from the head's first on."""
-    return i * panel_width(DIM, EACH, ROWS, 0) + tl.arange(0, panel_width(DIM, EACH, ROWS, i))
+    return i * panel_width(DIM, EACH, ROWS, MOST, 0) + tl.arange(0, panel_width(DIM, EACH, ROWS, MOST, i))
 
 
 @triton.jit
-def columns_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
+def columns_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr = 0):
     """Return the columns of a head that panels of numbers hold; those of pairs are even, and odd."""
     columns = ()
-    for i in tl.static_range(num_panels(DIM, EACH, ROWS) * EACH):
-        columns = columns + (elements_of(DIM, EACH, ROWS, i // EACH) * EACH + i % EACH,)
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS, MOST) * EACH):
+        columns = columns + (elements_of(DIM, EACH, ROWS, MOST, i // EACH) * EACH + i % EACH,)
     return columns
 
 
 @triton.jit
-def join_pairs(panels, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr):
+def join_pairs(panels, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr):
     """Return panels of numbers with their columns in order, and these columns."""
     joined, columns = (), ()
-    for i in tl.static_range(num_panels(DIM, EACH, ROWS)):
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS, MOST)):
         if EACH == 2:
             pairs = tl.join(panels[2 * i], panels[2 * i + 1])
             joined = joined + (tl.reshape(pairs, [ROWS, 2 * pairs.shape[1]]),)
         else:
             joined = joined + (panels[i],)
-        columns = columns + (i * EACH * panel_width(DIM, EACH, ROWS, 0) + tl.arange(0, joined[i].shape[1]),)
+        columns = columns + (i * EACH * panel_width(DIM, EACH, ROWS, MOST, 0) + tl.arange(0, joined[i].shape[1]),)
     return joined, columns

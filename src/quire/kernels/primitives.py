@@ -38,6 +38,7 @@ class Tiling(NamedTuple):
     WAIT: Any  # finish the products with values in the iteration that begins them
     NEW_TOKENS: Any  # most new tokens of a sequence; 0 where a step writes none
     ENCODE: Any  # jit function from float32 to stored elements; None if the cache is not quantised
+    MOST: Any  # stored elements of a panel of a head; 0 for any number
     ROTARY_DIM: Any  # columns of a head that are rotated; None without rotation and norm
     INTERLEAVED: Any  # pairs of them are (2i, 2i + 1)
 
@@ -262,7 +263,7 @@ def load_queries(inputs, rows, T: tl.constexpr):
     ptrs = inputs.q_ptr + rows.token * in_units(inputs.stride_q_token, T.STRIDE_UNIT)
     ptrs += rows.head.to(tl.int64) * in_units(inputs.stride_q_head, T.STRIDE_UNIT)
     EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1
-    columns, q = columns_of(T.HEAD_DIM, EACH, T.BLOCK_M), ()
+    columns, q = columns_of(T.HEAD_DIM, EACH, T.BLOCK_M, T.MOST), ()
     for i in tl.static_range(len(columns)):
         if T.ROTARY_DIM is None:
             keep = rows.owned[:, None] & (columns[i] < T.HEAD_DIM)[None, :]
@@ -329,8 +330,10 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
     k_rows, v_rows = k_head + offs_k[:, None], v_head + offs_v[:, None]
     ROWS: tl.constexpr = rows.owned.shape[0]
-    k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH, ROWS, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
-    v = load_heads(v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH, ROWS, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS)
+    k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
+    v = load_heads(
+        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
+    )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16
     k = decode_panels(k, q[0].dtype, T)
@@ -442,16 +445,18 @@ def store_rows(
 @triton.jit
 def load_heads(
     ptrs, stride_vec, keep, MASKED: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Load the panels of the heads that begin at `ptrs` [BLOCK_N, 1], for row blocks of ROWS rows."""
     panels = ()
-    for i in tl.static_range(num_panels(DIM, EACH, ROWS)):
-        offs_d = elements_of(DIM, EACH, ROWS, i)
+    for i in tl.static_range(num_panels(DIM, EACH, ROWS, MOST)):
+        offs_d = elements_of(DIM, EACH, ROWS, MOST, i)
         if WIDE_OFFSETS:
             offs_d = offs_d.to(tl.int64)
         at = ptrs + dim_offsets(offs_d, stride_vec, VEC, BLOCK // EACH)[None, :]
-        panels = panels + (load_tile(at, keep, offs_d, MASKED, DIM // EACH, panel_is_full(DIM, EACH, ROWS, i)),)
+        panels = panels + (
+            load_tile(at, keep, offs_d, MASKED, DIM // EACH, panel_is_full(DIM, EACH, ROWS, MOST, i)),
+        )  # fmt: skip
     return panels
 
 

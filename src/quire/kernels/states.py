@@ -32,8 +32,12 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def empty_state(BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, EACH: tl.constexpr, SUMS: tl.constexpr = 1):
+def empty_state(
+    BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, EACH: tl.constexpr, MOST: tl.constexpr, SUMS: tl.constexpr = 1
+):
     """Return the state over no keys. Where a stored element is EACH = 2 numbers, panels are even and odd columns.
+
+    A panel has at most MOST stored elements, if that is not 0.
 
     With SUMS > 1, l_i has that many sums for each row, of some keys each: those of `sums_of_columns`, or those of
     `sums_of_groups`, which batch-invariant plans have.
@@ -41,8 +45,8 @@ def empty_state(BLOCK_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, EACH: tl.conste
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M] if SUMS == 1 else [BLOCK_M, SUMS], tl.float32)
     acc = ()
-    for i in tl.static_range(num_panels(HEAD_DIM_V, EACH, BLOCK_M) * EACH):
-        acc = acc + (tl.zeros([BLOCK_M, panel_width(HEAD_DIM_V, EACH, BLOCK_M, i // EACH)], tl.float32),)
+    for i in tl.static_range(num_panels(HEAD_DIM_V, EACH, BLOCK_M, MOST) * EACH):
+        acc = acc + (tl.zeros([BLOCK_M, panel_width(HEAD_DIM_V, EACH, BLOCK_M, MOST, i // EACH)], tl.float32),)
     return acc, m_i, l_i
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache, Strides
 from quire.norm_rope import QKNorm, Rope
 
@@ -94,6 +94,18 @@ class KVLayout(NamedTuple):
         return *self[4:7], *(stride for stride in self[8:11] if stride is not None)
 
 
+class Lists(NamedTuple):
+    """The lists of a batch's `ChosenKeys`, and their strides, which are 0 along KV heads that share a list."""
+
+    indices: Any  # [num_tokens, num_kv_heads, width] int32
+    list_lens: Any  # [num_tokens, num_kv_heads] int32; None where all entries count
+    width: int
+    token: int
+    head: int
+    lens_token: int
+    lens_head: int
+
+
 class Partials(NamedTuple):
     """A schedule, and the scratch: partials of row blocks that are cut, and arrival counters.
 
@@ -165,6 +177,16 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         batch.key_end,
         batch.tree_bits,
     )
+
+
+def lists_of(chosen: ChosenKeys) -> Lists:
+    """Return lists of chosen keys as kernels read them."""
+    indices, lens = chosen.indices, chosen.lens
+    head = indices.stride(1) if chosen.num_lists > 1 else 0
+    strides = (0, 0)
+    if lens is not None:
+        strides = lens.stride(0), lens.stride(1) if lens.dim() == 2 and chosen.num_lists > 1 else 0
+    return Lists(indices, lens, chosen.width, indices.stride(0), head, *strides)
 
 
 def stride_unit(*strides: int) -> int:

@@ -121,6 +121,8 @@ def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float, f
 def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
     """Return the work of the portable kernel without partitions: each row block is an item."""
     request, heads = launch.request, launch.request.spec.num_kv_heads
+    if launch.decode is not None:
+        lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
     blocks, tiles, longest, _ = row_blocks(launch, lens)
     sms = request.device.num_sms
     slots = sms * launch.config.programs_per_sm

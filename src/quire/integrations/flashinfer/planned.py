@@ -117,7 +117,7 @@ class Wrapper(ABC):
         has_fixed_splits = splits is not None and as_int("fixed_split_size", splits) > 0
         before = vars(self).copy()
         try:
-            fields = {
+            fields: dict[str, Any] = {
                 name: to_device(x, self.device, non_blocking, torch.int64 if name == "tree_bits" else torch.int32)
                 for name, x in lists.items()
                 if self._buffer(name) is None

@@ -4,11 +4,15 @@ Sequences with equal query lengths go together in one padded gather, so that a d
 `scaled_dot_product_attention` for all its sequences. Prompts of more than 16 queries go one by one.
 """
 
+from dataclasses import replace
+
 import torch
 
-from quire.batch import Batch
+from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
-from quire.checks.batch import check_reads
+from quire.checks.batch import check_chosen, check_reads, tokens_at_once
+from quire.chosen import keys_of, slots_of
+from quire.intervals import locate
 from quire.kernels.cpu.cache_ops import store_out
 from quire.kernels.cpu.softmax import softmax_and_lse
 from quire.kernels.formats import as_bytes
@@ -29,6 +33,7 @@ def attend(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     out_scale: torch.Tensor | None = None,
+    extra_cache: PagedKVCache | None = None,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -45,6 +50,7 @@ def attend(
         sinks: [num_q_heads], where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out_scale: [1] float32 where out is float8_e4m3fn, or None.
+        extra_cache: where the keys of the batch's `extra_chosen` are.
         max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.
         max_seq_len: the plan's bound on keys per sequence; None to leave it unchecked.
 
@@ -54,6 +60,12 @@ def attend(
     if isinstance(q, tuple):
         q = torch.cat([half for half in q if half is not None], -1)
     check_reads(batch, cache, spec, num_tokens=q.shape[0], max_query_len=max_query_len, max_seq_len=max_seq_len)
+    if batch.chosen is not None:
+        if batch.extra_chosen is not None and extra_cache is not None:
+            extra = replace(batch, chosen=batch.extra_chosen, extra_chosen=None)
+            check_chosen(extra, extra_cache, causal=False, argument="extra_chosen")
+        attend_chosen(q, cache, spec, batch, batch.chosen, out, lse, sinks, out_scale, extra_cache)
+        return
     starts = batch.query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
     for seq in range(batch.num_seqs):
@@ -70,6 +82,55 @@ def attend(
         store_out(out, rows, group_out, out_scale)
         if lse is not None and group_lse is not None:
             lse[rows] = group_lse
+
+
+def attend_chosen(
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    spec: AttentionSpec,
+    batch: Batch,
+    chosen: ChosenKeys,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    extra_cache: PagedKVCache | None,
+) -> None:
+    """Attend to the keys that the batch's lists name; the arguments are those of `attend`."""
+    num_tokens, num_lists = int(batch.query_starts[-1]), chosen.num_lists
+    tokens, group_size = locate(batch, num_tokens), spec.group_size
+    numbers = chosen.width * chosen.block_size * spec.num_kv_heads * spec.head_dim  # of the keys of a token
+    for first in range(0, num_tokens, step := tokens_at_once(numbers)):
+        rows = slice(first, min(first + step, num_tokens))
+        named = keys_of(chosen, tokens, rows, causal=spec.causal)
+        page, slot = slots_of(named, batch, tokens, rows, cache.page_size)  # [num_tokens, num_lists, num_keys]
+        results, lses = [], []
+        for i in range(num_lists):  # of all KV heads, or of one
+            kv_heads = slice(i, i + 1) if num_lists > 1 else slice(0, spec.num_kv_heads)
+            heads = slice(kv_heads.start * group_size, kv_heads.stop * group_size)
+            seen = named.seen[:, i]
+            k, v = read(cache, page[:, i], slot[:, i], seen, kv_heads)
+            if batch.extra_chosen is not None and extra_cache is not None:
+                more = keys_of(batch.extra_chosen, tokens, rows, causal=False)
+                key, size = torch.where(more.seen, more.key, 0)[:, 0], extra_cache.page_size
+                found = read(extra_cache, key // size, key % size, more.seen[:, 0], kv_heads)
+                k, v = torch.cat([k, found[0]], 1), torch.cat([v, found[1]], 1)
+                seen = torch.cat([seen, more.seen[:, 0]], 1)
+            k, v = k.float().transpose(1, 2), v.float().transpose(1, 2)  # [num_tokens, KV heads, num_keys, head_dim]
+            grouped = q[rows, heads].float().unflatten(1, (-1, group_size))
+            scores = grouped @ k.transpose(-1, -2) * spec.softmax_scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+            if sinks is not None:  # a sink is one more key, whose value is 0
+                sink = sinks[heads].float().view(-1, group_size, 1).expand(*scores.shape[:-1], 1)
+                scores = torch.cat([scores, sink], -1)
+            p, part = softmax_and_lse(scores)
+            results.append((p[..., : k.shape[2]] @ v).flatten(1, 2))
+            lses.append(part.flatten(1, 2))
+        store_out(out, rows, torch.cat(results, 1), out_scale)
+        if lse is not None:
+            lse[rows] = torch.cat(lses, 1)
 
 
 def attend_group(
@@ -187,6 +248,24 @@ def gather(
         table = batch.page_table[torch.where(needed, index, 0)] if batch.page_table.shape[0] else index
     page = torch.where(needed, table.long(), 0)
     slot = torch.where(needed, kv_pos % cache.page_size, 0)
+    return read(cache, page, slot, needed)
+
+
+def read(
+    cache: PagedKVCache, page: torch.Tensor, slot: torch.Tensor, needed: torch.Tensor, heads: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read keys and values, dequantised.
+
+    Args:
+        cache: the pages.
+        page: [num_seqs, num_keys] int64.
+        slot: [num_seqs, num_keys] int64, in the page.
+        needed: [num_seqs, num_keys] bool; the others may hold anything and come out as 0.
+        heads: KV heads.
+
+    Returns:
+        k [num_seqs, num_keys, heads, head_dim] and v [num_seqs, num_keys, heads, head_dim_v].
+    """
     if cache.layout == "fp8_ds_mla":
         values, scales, rope = (part[page, slot] for part in cache.records)
         values = values.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
@@ -194,19 +273,20 @@ def gather(
         return k, k[..., : cache.head_dim_v]
     k, v = as_bytes(cache.k), as_bytes(cache.v)
     if cache.layout == "THD":
-        k, v = k[page + slot], v[page + slot]
+        k, v = k[page + slot, heads], v[page + slot, heads]
     elif cache.layout == "NHD":
-        k, v = k[page, slot], v[page, slot]
+        k, v = k[page, slot, heads], v[page, slot, heads]
     elif cache.layout == "HND":
-        k, v = k[page, :, slot], v[page, :, slot]
+        k, v = k[page, heads, slot], v[page, heads, slot]
     else:
-        k, v = k[page, :, :, slot].flatten(3), v[page, :, :, slot]
+        k, v = k[page, heads, :, slot].flatten(3), v[page, heads, :, slot]
     if cache.dtype in QUANTISED_DTYPES:
         k, v = k.view(cache.dtype).float(), v.view(cache.dtype).float()
     k_scale, v_scale = cache.k_scale, cache.v_scale
     if k_scale is not None and v_scale is not None:
         if cache.scale_kind == "token":
             k_scale, v_scale = k_scale[page, slot], v_scale[page, slot]
+        k_scale, v_scale = k_scale[..., heads], v_scale[..., heads]
         k, v = k * k_scale[..., None], v * v_scale[..., None]
     unread = ~needed[..., None, None]
     return k.masked_fill(unread, 0.0), v.masked_fill(unread, 0.0)

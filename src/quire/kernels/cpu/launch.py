@@ -61,6 +61,7 @@ class TorchLaunch:
             sinks: torch.Tensor | None,
             alibi_slopes: torch.Tensor | None,
             out_scale: torch.Tensor | None = None,
+            extra_cache: PagedKVCache | None = None,
         ) -> None:
             attend(
                 q,
@@ -72,6 +73,7 @@ class TorchLaunch:
                 sinks,
                 alibi_slopes,
                 out_scale,
+                extra_cache,
                 max_query_len=bounds.max_query_len,
                 max_seq_len=bounds.max_seq_len,
             )

@@ -84,7 +84,8 @@ def produce(memory, sources, batch, division, config):
     CONVERTED: gl.constexpr = memory.k.tiles.dtype != memory.q.tiles.dtype
     HAS_EDGES: gl.constexpr = not GATHERS and not CONVERTED  # rows that may not be read are zeroed
     SPLITS: gl.constexpr = isinstance(division.num_splits, gl.tensor)  # one split is a constexpr
-    FEW_REGISTERS: gl.constexpr = (MIXED or (SPLITS and not config.INTERVALS)) and HAS_EDGES
+    MANY_NUMBERS: gl.constexpr = MIXED or (SPLITS and not config.INTERVALS)  # of a work tile: few registers are left
+    FEW_REGISTERS: gl.constexpr = MANY_NUMBERS and HAS_EDGES
     # The only buffer of queries becomes free late, so the next work tile's first keys are loaded before its queries.
     KEYS_FIRST: gl.constexpr = memory.q.STAGES == 1
     THREADS: gl.constexpr = 32 * gl.num_warps()
@@ -121,7 +122,7 @@ def produce(memory, sources, batch, division, config):
     row_block = load_row_block(batch, index, num_row_blocks, num_singles, division, config)
     while index < num_work_tiles:
         at = place_of_work_tile(index, num_row_blocks, num_singles, division, config)
-        found = address_of(batch, at) if FEW_REGISTERS else row_block
+        found = address_of(batch, at) if MANY_NUMBERS else row_block
         seq, work, keys, kv_stop = find_work_tile(found, at, division, config)
         first_value = 0  # column
         if PARTS > 1:
@@ -150,7 +151,7 @@ def produce(memory, sources, batch, division, config):
             # Consumers would write as much as for a split with keys. So they are not told of this one.
             store_empty(division, at.split, work, config)
             taken = take(division.tile_counter, lane, lane == 0, backwards, MIXED)
-            if not FEW_REGISTERS:
+            if not MANY_NUMBERS:
                 following, _ = taken_work_tile(queue, lane, taken, backwards, MIXED)
                 row_block = load_row_block(batch, following, num_row_blocks, num_singles, division, config)
             left = left * 0  # a tensor, as in the other branch
@@ -177,7 +178,7 @@ def produce(memory, sources, batch, division, config):
             taken = take(division.tile_counter, lane, (lane == 0) & (left == 1), backwards, MIXED)
             if not KEYS_FIRST or (left < work.num_tiles) | (work_i == 1):
                 load_keys(k, kv_head, tile_i, boxes, tile * BLOCK_N, visible, config)
-            if not FEW_REGISTERS:
+            if not MANY_NUMBERS:
                 if left == 1:  # what was taken is here by now; its row block will be when the values have a stage
                     following, _ = taken_work_tile(queue, lane, taken, backwards, MIXED)
                     row_block = load_row_block(batch, following, num_row_blocks, num_singles, division, config)

@@ -101,6 +101,12 @@ def count_keys(token, s, window_left, window_right, block_t, block_n):
 
 
 @triton.jit
+def tiles_in(keys: tl.constexpr, block_n):
+    """Return how many whole tiles some keys are. The interpreter of Triton 3.8 divides no constant by a tensor."""
+    return (block_n * 0 + keys) // block_n
+
+
+@triton.jit
 def cut_sequences(
     counts, tiles, first_keys, work, num_programs, work_tiles_each, cut_slots, block_t, block_n
 ):  # fmt: skip
@@ -122,7 +128,7 @@ def cut_sequences(
         slot: of the first partial.
     """
     # A split shorter than LEAST_KEYS takes longer to combine than it saves.
-    share = tl.maximum(work // num_programs, LEAST_KEYS // block_n)
+    share = tl.maximum(work // num_programs, tiles_in(LEAST_KEYS, block_n))
     shift = (tiles > share).to(tl.int32) + (tiles > 2 * share).to(tl.int32) + (tiles > 4 * share).to(tl.int32)
     longer = (tiles > 8 * share).to(tl.int32) + (tiles > 16 * share).to(tl.int32)
     shift += tl.where(counts == 1, longer, 0)  # whose partials are small
@@ -191,7 +197,7 @@ def order_by_keys(
         work = tl.sum(tl.where(owns, seen, blocks * tiles), 0) * work_tiles_each
         # Cuts cost as much as LEAST_KEYS keys of a row block, roughly. A work tile takes as long as OVERHEAD keys more.
         num_work_tiles = tl.sum(blocks, 0) * work_tiles_each
-        if (most - LEAST_KEYS // block_n) * num_programs > work + num_work_tiles * (OVERHEAD // block_n):
+        if (most - tiles_in(LEAST_KEYS, block_n)) * num_programs > work + num_work_tiles * tiles_in(OVERHEAD, block_n):
             whole, shift, slot = cut_sequences(
                 counts, tiles, first_keys, work, num_programs, work_tiles_each, cut_slots, block_t, block_n
             )

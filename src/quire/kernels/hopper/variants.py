@@ -17,7 +17,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
-from quire.kernels.portable.variants import decode_launch
+from quire.kernels.portable.variants import decode_launch, most_decode_queries
 from quire.spec import AttentionSpec
 
 # Warpgroups, keys, stages, stages of queries. By the columns of keys and values; the first that are not fewer.
@@ -35,7 +35,6 @@ ROWS = 64  # of a warpgroup
 MAX_PART_COLUMNS, MAX_INVARIANT_PART_COLUMNS = 256, 128
 OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange where queries keep their buffer
 MIN_CUT_KEYS = 1024  # keys that a query may see, from which on row blocks of batches whose lengths differ may be cut
-MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
 SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
 # With many KV heads, programs attend to sections of about so many, one after the other. Those that run at once then
@@ -81,6 +80,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
         return "latents"
     if request.has_tree:
         return "draft trees"
+    if request.chosen is not None:
+        return "chosen keys"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"
     if options.batch_invariant and request.has_intervals:
@@ -111,7 +112,7 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
 def with_decode_launch(launch: HopperLaunch) -> HopperLaunch:
     """Return a launch with a further one that serves sequences of few queries, where a batch may have such."""
     request, bounds = launch.request, launch.request.bounds
-    max_queries = max(1, MAX_DECODE_ROWS // request.spec.group_size)
+    max_queries = most_decode_queries(request.spec)
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
         return launch
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)

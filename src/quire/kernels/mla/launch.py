@@ -101,6 +101,7 @@ class MLALaunch(PortableLaunch):
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
             "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "COMBINE_LAUNCH", "WGMMA",
+            "OWN_ROWS", "MIN_QUERIES",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,

@@ -88,9 +88,9 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties, batch_invariant: b
 def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:
     """Return a configuration with shared memory left for a state."""
     state = 4 * config.block_m * config.block_dv
-    while config.num_stages > 2 and config.shared_memory(spec) + state > device.shared_memory:
+    while config.num_stages > 2 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16 and config.shared_memory(spec) + state > device.shared_memory:
+    if config.block_n > 16 and config.shared_memory(spec, device) + state > device.shared_memory:
         config = replace(config, block_n=config.block_n // 2)
     return config
 

@@ -34,6 +34,7 @@ from quire.kernels.portable.schedule import (
     load_part,
     load_sequence,
     next_row_block,
+    skip_decoding,
     skip_prompts,
     span,
     units_here,
@@ -177,11 +178,11 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.PARTITIONED:
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
         poison = share.poison
-    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, F.SUMS)
+    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
     l_i += poison
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
-        whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH)
+        whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST)
         whole_l += poison
     for masked in tl.static_range(0 if F.FULL_TILE_LOOP else 1, 2):
         num_before = full_start - start
@@ -207,9 +208,9 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
                         whole_acc, whole_m, whole_l = fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)
                     else:
                         slot = (share.first_slot + tile // TILES) * P.LANES + inputs.kv_head
-                        columns = columns_of(T.HEAD_DIM_V, EACH, T.BLOCK_M)
+                        columns = columns_of(T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
                         store_partial(share.scratch, acc, m_i, total(l_i), columns, slot, True, T.BLOCK_M, P)
-                    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, F.SUMS)
+                    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
                     l_i += poison
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
@@ -247,9 +248,11 @@ def portable_kernel(
     MULTI_BLOCK: tl.constexpr,  # a sequence may have several row blocks
     PDL: tl.constexpr,  # programmatic dependent launch
     WGMMA: tl.constexpr,  # of 64 rows and more, the compiler makes wgmma
+    OWN_ROWS: tl.constexpr,  # it makes mma.sync, and each warp has rows of its own
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     FIXED_SPLIT: tl.constexpr,  # of Form
+    MIN_QUERIES: tl.constexpr,  # of Units
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows of a partial that are stored
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
@@ -263,10 +266,12 @@ def portable_kernel(
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
-        WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, ROTARY_DIM, INTERLEAVED,
+        WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
+        ROTARY_DIM, INTERLEAVED,
     )  # fmt: skip
-    # With packed fp8, fewer programs of an SM would have registers for sums of columns.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not PACKED_FP8 else 1
+    # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
+    # rows without others.
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
         groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS,
@@ -299,14 +304,19 @@ def portable_kernel(
         if cu_seqlens_q is not None:
             if row_block * BLOCK_M >= sequence.q_len * GROUP:
                 return
+        if MIN_QUERIES > 0:
+            if sequence.q_len < MIN_QUERIES:
+                return
         rows, _, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
-        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
     else:
         TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
+        U: tl.constexpr = Units(
+            GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES
+        )  # fmt: skip
         # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
         COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
         # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -329,6 +339,8 @@ def portable_kernel(
             next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
             if MAX_DECODE_QUERIES > 0:
                 next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
+            if MIN_QUERIES > 0:
+                next_seq = skip_decoding(cu_seqlens_q, next_seq, part.last_seq, MIN_QUERIES)
             ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
             stop_tile = (first + stop) * TILES
             if FIXED_SPLIT > 0:
@@ -338,7 +350,7 @@ def portable_kernel(
                 tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
             )  # fmt: skip
             rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
-            acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M)
+            acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
             part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
             start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
             if PDL:

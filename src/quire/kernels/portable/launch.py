@@ -42,6 +42,7 @@ class PortableLaunch:
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
         partials_at_once: partials of a row that a program of a second launch combines at once, one of `ALIKE`; 0 where
             the programs that attend combine them.
+        decode: the launch for sequences with at most `decode.max_decode_queries` queries, which follows; or None.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
@@ -53,6 +54,7 @@ class PortableLaunch:
     fixed_split_size: int = 0
     max_decode_queries: int = 0
     partials_at_once: int = field(default=0, kw_only=True)
+    decode: "PortableLaunch | None" = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
     ALIKE: ClassVar[tuple[int, ...]] = (8, 32, 64)  # partials at once
@@ -76,9 +78,11 @@ class PortableLaunch:
     def full_tile_loop(self) -> bool:
         """Whether full tiles, of which every row sees every key, have a separate loop, without masks.
 
-        Partitions of several row blocks are short, and slower with two loops. Those of fixed splits have one, too.
+        Partitions of several row blocks are short, and slower with two loops, except where arithmetic takes longer than
+        memory. Those of fixed splits have one, too.
         """
-        return self.config.full_tile_loop and not (self.num_partitions and (self.multi_block or self.fixed_split_size))
+        one_loop = self.fixed_split_size or (self.multi_block and not self.request.device.has_mma_sync)
+        return self.config.full_tile_loop and not (self.num_partitions and one_loop)
 
     @property
     def partial_rows(self) -> int:
@@ -167,11 +171,13 @@ class PortableLaunch:
             keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
-        return frozenset(keys)
+        return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
 
     def with_most_partitions(self) -> "PortableLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
         launch = self if self.fallback is None else replace(self, fallback=self.fallback.with_most_partitions())
+        if self.decode is not None:
+            launch = replace(launch, decode=self.decode.with_most_partitions())
         if not self.num_partitions or self.fixed_split_size:  # of fixed splits, states are counted
             return launch
         return replace(launch, num_partitions=max(self.num_partitions, self.most_partitions))
@@ -189,6 +195,11 @@ class PortableLaunch:
         if cache.scale_kind == "token":
             return "scales per token and head"
         return f"{cache.layout} strides {cache.k.stride()} and {cache.v.stride()}, at which fp8 numbers form no pairs"
+
+    @property
+    def min_queries(self) -> int:
+        """Fewest queries of a sequence that this launch serves; 0 if no other launch serves those with fewer."""
+        return 0 if self.decode is None else self.decode.max_decode_queries + 1
 
     @property
     def most_partitions(self) -> int:
@@ -260,7 +271,8 @@ class PortableLaunch:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
-            "FIXED_SPLIT": self.fixed_split_size,
+            "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
+            "MIN_QUERIES": self.min_queries,
         } | options | (self.partition_constexprs() if self.num_partitions else {})  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
@@ -311,13 +323,17 @@ class PortableLaunch:
         return {
             "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
-            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"], "num_warps": 1,
+            "MIN_QUERIES": self.min_queries, "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
+            "num_warps": 1,
         } | options  # fmt: skip
 
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
         own = self.own_scratch_size()
+        if self.decode is not None:  # it runs after this launch, which leaves all counters 0
+            decode = self.decode.scratch_size()
+            own = ScratchSize(max(own.total, decode.total), max(own.counters, decode.counters))
         return own if self.fallback is None else max(own, self.fallback.scratch_size())
 
     def own_scratch_size(self) -> ScratchSize:
@@ -397,12 +413,13 @@ class PortableLaunch:
         return details
 
     def __str__(self) -> str:
+        decode = "" if self.decode is None else f"; decode launch: {self.decode}"
         if self.num_partitions:
-            details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}"
+            details = f"{self.describe_config()}, {self.describe_partitions('KV heads')}{decode}"
             return f"split-KV kernel: {details}{self.describe_fallback()}"
         blocks = self.num_row_blocks(self.request.bounds.num_tokens)
         splits = f", batch-invariant splits of {self.fixed_split_size} keys" if self.fixed_split_size else ""
-        details = f"{blocks} row blocks × {self.lanes} KV heads{splits}{self.describe_fallback()}"
+        details = f"{blocks} row blocks × {self.lanes} KV heads{splits}{decode}{self.describe_fallback()}"
         return f"block kernel: {self.describe_config()}, {details}"
 
 

@@ -86,6 +86,7 @@ class PortableRunner(KernelRunner):
         super().__init__(launch, batch, kernel, fixed)
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
+        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.combine: Any = None  # launches `combine_partials_kernel`
         if launch.has_combine_launch:
             from quire.kernels.launcher import Kernel
@@ -127,6 +128,8 @@ class PortableRunner(KernelRunner):
         if self.grid[0] == 0:
             return
         found = self.find_schedule(self.decided.fixed_split_size or self.block_n(cache))
+        if self.decode is not None:  # it may run at the same time as this launch, and so finds no schedule between both
+            self.decode.prepare(cache)
         rotated, rotation = norm_rope or (None, None)
         arguments = self.arguments if rotation is None else partial(self.arguments, rotation=rotation)
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new, rotated, found
@@ -135,6 +138,8 @@ class PortableRunner(KernelRunner):
             v_scale = None if cache.scale_kind == "token" else cache.v_scale
             tensors = out, out_scale, lse, sinks, v_scale
             self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
+        if self.decode is not None:
+            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -147,6 +152,8 @@ class PortableRunner(KernelRunner):
         """Find the schedule now: a launch between this and the next call need not wait for it."""
         runner = self.runner_for(cache)
         runner.find_schedule(runner.decided.fixed_split_size or runner.block_n(cache))
+        if runner.decode is not None:
+            runner.decode.prepare(cache)
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""

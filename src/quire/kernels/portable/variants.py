@@ -1,7 +1,8 @@
 """The variants of the portable kernel: its configurations for a spec on a device, and how each is used.
 
 "whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
-whose partials a second launch combines. `kernels/choose.py` takes the one of least predicted time.
+whose partials a second launch combines. "mixed" is whole, and has a decode launch for sequences of few queries.
+`kernels/choose.py` takes the one of least predicted time.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 from quire.dispatch.config import COSTS, CostModel, KernelConfig, hopper_refusal, padded, reduced
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import Options, Request, cdiv
+from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
 from quire.spec import AttentionSpec
 
@@ -37,6 +38,19 @@ CONFIGS: dict[int, dict[int, str]] = {
         512: "16x16 w8 s2 p1 wcj",
     },
 }
+# Where all products are mma.sync's: as cards without wgmma were imitated on an H200 (docs/kernels/portable.md).
+OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
+    2: CONFIGS[2]
+    | {
+        64: "16x128 w4 s3 p2, 32x64 w4 s3u p2, 64x64 w4 s3u p2, 128x64 w4 s3u p2",
+        128: "16x64 w4 s3 p2, 32x64 w4 s3u p2, 64x64 w4 s3u p2, 128x32 w4 s3u p2",
+        256: "16x64 w4 s3 p1, 16x32 w4 s3 p2, 64x32 w4 s3u p2, 128x64 w8 s2u p1",
+    },
+}
+MOST_MMA_ROWS = 64  # there, row blocks have as many rows as a sequence, up to so many
+MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
+MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
+VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
 MOST_ROWS = 32  # of a row block, where the Hopper kernel serves taller ones
 # Of batch-invariant plans: one for all batches, but for its rows.
 INVARIANT = {
@@ -78,6 +92,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     for name, config in configs.items():
         if config.block_m >= 2 * rows and len(configs) > 1:
             continue  # a configuration of fewer rows has as many row blocks
+        if not takes_all and device.has_mma_sync and is_short(config, rows, configs):
+            continue
         tile = config.block_m, config.block_n, config.num_stages > 1
         if request.bounds.max_query_len > 1 and tile in tiles:
             continue  # of equal tiles, more programs of an SM are for batches of one query each
@@ -93,7 +109,36 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
                 base = next(iter(configs.values()))
                 launch = replace(launch, fallback=replace(launch, config=base))
             found[f"portable {name} {use}"] = launch
+            if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
+                found[f"portable {name} mixed"] = replace(launch, decode=decode)
     return found
+
+
+def is_short(config: KernelConfig, rows: int, configs: dict[str, KernelConfig]) -> bool:
+    """Return whether a configuration has fewer rows than another that a sequence of so many rows fills."""
+    wanted = min(rows, MOST_MMA_ROWS)
+    return any(config.block_m < other.block_m <= wanted for other in configs.values())
+
+
+def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
+    """Return the launch for sequences of few queries that may follow one for prompts, if a batch may have both.
+
+    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. With one launch for both,
+    32 decoding sequences and 2 prompts took 302 us, and 140 with two (NVIDIA H200 as sm80, 2026-11-29). On other
+    targets, mixed batches are the Hopper kernel's, or this was not tried.
+    """
+    request, bounds = launch.request, launch.request.bounds
+    is_tall = launch.multi_block or launch.config.block_m > MIXED_ROWS
+    if not (request.device.has_mma_sync and request.is_ragged and is_tall) or request.has_tree:
+        return None
+    max_queries = most_decode_queries(request.spec)
+    tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
+    return decode_launch(replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens)), max_queries)
+
+
+def most_decode_queries(spec: AttentionSpec) -> int:
+    """Return the most queries of a sequence that a decode launch serves."""
+    return max(1, MAX_DECODE_ROWS // spec.group_size)
 
 
 def uses_of(
@@ -140,10 +185,13 @@ def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
     Where the device can start a second launch early, programs combine partials only for batches of one query each, of
     which few may be cut.
     """
+    if whole.max_decode_queries:  # of two launches, each has its own counters
+        return USES[:1]
     if whole.fixed_split_size:
         return USES
-    if not whole.request.device.supports_pdl:
-        return USES[:1]
+    device = whole.request.device
+    if not device.supports_pdl:
+        return USES if device.has_mma_sync and whole.partial_rows >= VERY_TALL else USES[:1]
     return USES if whole.request.bounds.max_query_len <= 1 else USES[1:]
 
 
@@ -154,19 +202,19 @@ def at_once(split: PortableLaunch) -> int:
 
 
 def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bool = False) -> PortableLaunch:
-    """Return the launch for sequences of few queries, which is concurrent with one of the Hopper kernel."""
+    """Return the launch for sequences of few queries, next to one for the others."""
     configs = invariant_configs if batch_invariant else configs_of
     of_spec = configs(request.spec, request.device).values()
     config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
     fixed_split_size = FIXED_SPLIT_SIZE if batch_invariant else 0
-    whole = PortableLaunch(request, config, COSTS, fixed_split_size=fixed_split_size)
-    return replace(uses_of(whole, within=True)["cut"], max_decode_queries=max_decode_queries)
+    whole = PortableLaunch(request, config, COSTS, 0, 0.0, fixed_split_size, max_decode_queries)
+    return uses_of(whole, within=True)["cut"]
 
 
 @lru_cache(maxsize=1024)
 def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, KernelConfig]:
     """Return the configurations for a spec on a device, by name, as shared memory has room."""
-    configs = [reduced(read_config(words, spec), spec, device) for words in entries_of(spec)]
+    configs = [reduced(read_config(words, spec), spec, device) for words in entries_of(spec, device)]
     most = MOST_ROWS if hopper_refusal(spec, device) is None else math.inf
     return {name_of(config): config for config in configs if config.block_m <= most}
 
@@ -174,13 +222,14 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, Kerne
 @lru_cache(maxsize=1024)
 def uses_listed(spec: AttentionSpec, device: DeviceProperties) -> dict[str, str]:
     """Return the first letters of the uses of each configuration, by its name."""
-    entries = entries_of(spec)
+    entries = entries_of(spec, device)
     return {name_of(reduced(read_config(words, spec), spec, device)): words.split()[-1] for words in entries}
 
 
-def entries_of(spec: AttentionSpec) -> list[str]:
-    """Return what `CONFIGS` lists for a spec."""
-    of_width = entry_of(CONFIGS, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+def entries_of(spec: AttentionSpec, device: DeviceProperties) -> list[str]:
+    """Return what is listed for a spec on a device."""
+    table = OF_MMA_SYNC if device.has_mma_sync else CONFIGS
+    of_width = entry_of(table, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
     return entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v))).split(", ")
 
 
@@ -225,12 +274,12 @@ def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: D
     if block_m * max(config.block_dv, config.block_n) > most:
         return None
     taller = replace(config, block_m=block_m, full_tile_loop=True)
-    if block_m > 32:
+    if block_m > (64 if device.has_mma_sync else 32):  # of mma.sync, a warp has 16 rows
         taller = replace(taller, num_warps=8, programs_per_sm=1)
     room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
-    while taller.num_stages > 2 and taller.shared_memory(spec) > room:
+    while taller.num_stages > 2 and taller.shared_memory(spec, device) > room:
         taller = replace(taller, num_stages=taller.num_stages - 1)
-    return taller if taller.shared_memory(spec) <= room else None
+    return taller if taller.shared_memory(spec, device) <= room else None
 
 
 def with_pairs(
