@@ -345,7 +345,9 @@ def test_every_width_of_a_16_bit_cache_has_configurations_of_the_hopper_kernel_a
         for target in TARGETS.values():
             found = portable_configs(spec, target.properties)
             assert 1 <= len(found) <= 8
-            assert all(c.shared_memory(spec) <= target.properties.shared_memory for c in found.values())
+            assert all(
+                c.shared_memory(spec, target.properties) <= target.properties.shared_memory for c in found.values()
+            )
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_known_model_is_found_again_and_its_best_variants_are_chosen(records):
 
 def test_numbers_come_near_those_of_the_model_where_many_cases_depend_on_them(records):
     fitted = fit_all(read_records(records)[1])
-    name = "portable 16x64 w4 s3 p2 cut"
+    name = "portable 16x64 w4 s3 p2 joined"
     found, true = fitted.kinds["128 2/2"][name], known(name)
     assert found.megabyte == pytest.approx(true.megabyte, rel=0.25), (found, true)
 

@@ -130,7 +130,8 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
     """
     time = micros(work_of(launch, lens), numbers_of(launch, name, of_kind))
     if getattr(launch, "decode", None) is not None:  # which runs at the same time
-        time = max(time, predicted(launch.decode, lens))
+        decoding = tuple(each for each in lens if each[0] <= launch.decode.max_decode_queries)
+        time = max(time, predicted(launch.decode, decoding)) if decoding else time
     return time
 
 

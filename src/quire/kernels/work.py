@@ -38,7 +38,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
         return [(1.0, ((min(queries, tokens), keys, 1),))]
     if request.is_ragged:
         own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
-        long = max(1, min(num_seqs, (tokens - num_seqs) // max(1, queries - 1)))  # if the others have one query each
+        long = max(1, min(num_seqs, round((tokens - num_seqs) / max(1, queries - 1))))  # if others have one query each
         rest = max(1, (tokens - long * queries) // max(1, num_seqs - long))
         found = [
             (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long))),

@@ -47,7 +47,9 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
         256: "16x64 w4 s3 p1, 16x32 w4 s3 p2, 64x32 w4 s3u p2, 128x64 w8 s2u p1",
     },
 }
-MOST_MMA_ROWS = 64  # there, row blocks have as many rows as a sequence, up to so many
+# Where products are not wgmma's, and little was measured: row blocks have as many rows as a sequence, up to so many.
+# Longer sequences are cut if row blocks are fewer than so many for each SM.
+MOST_OWN_ROWS, FILLED = 64, 0.75
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
 VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
@@ -92,7 +94,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     for name, config in configs.items():
         if config.block_m >= 2 * rows and len(configs) > 1:
             continue  # a configuration of fewer rows has as many row blocks
-        if not takes_all and device.has_mma_sync and is_short(config, rows, configs):
+        if not takes_all and not device.has_wgmma and is_short(config, rows, configs):
             continue
         tile = config.block_m, config.block_n, config.num_stages > 1
         if request.bounds.max_query_len > 1 and tile in tiles:
@@ -105,6 +107,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         for use, launch in uses_of(whole, options.num_splits, within, loads_ahead).items():
             if use[0] not in listed.get(name, use):
                 continue
+            if use != "whole" and not (takes_all or within or device.has_wgmma) and fills(whole):
+                continue
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
                 base = next(iter(configs.values()))
                 launch = replace(launch, fallback=replace(launch, config=base))
@@ -116,8 +120,15 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
 
 def is_short(config: KernelConfig, rows: int, configs: dict[str, KernelConfig]) -> bool:
     """Return whether a configuration has fewer rows than another that a sequence of so many rows fills."""
-    wanted = min(rows, MOST_MMA_ROWS)
+    wanted = min(rows, MOST_OWN_ROWS)
     return any(config.block_m < other.block_m <= wanted for other in configs.values())
+
+
+def fills(launch: PortableLaunch) -> bool:
+    """Return whether sequences of several row blocks have enough of them for the device."""
+    request = launch.request
+    programs = launch.num_row_blocks(request.bounds.num_tokens) * request.spec.num_kv_heads
+    return launch.multi_block and programs >= FILLED * request.device.num_sms
 
 
 def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
@@ -214,7 +225,10 @@ def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bo
 @lru_cache(maxsize=1024)
 def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, KernelConfig]:
     """Return the configurations for a spec on a device, by name, as shared memory has room."""
-    configs = [reduced(read_config(words, spec), spec, device) for words in entries_of(spec, device)]
+    listed = [read_config(words, spec) for words in entries_of(spec, device)]
+    configs = [reduced(config, spec, device) for config in listed]
+    whole = {now.block_m for config, now in zip(listed, configs, strict=True) if now == config and now.num_stages > 1}
+    configs = [c for c in configs if c in listed or c.block_m not in whole]
     most = MOST_ROWS if hopper_refusal(spec, device) is None else math.inf
     return {name_of(config): config for config in configs if config.block_m <= most}
 
