@@ -46,8 +46,8 @@ IN_INTERPRETER = {
     ),
     "entries of a list that do not count": Mutant(
         "kernels/chosen/kernel.py",
-        "mask=n // N.BLOCK_SIZE < place.count, other=-1",
-        "mask=n // N.BLOCK_SIZE <= place.count, other=-1",
+        "mask=(n // N.BLOCK_SIZE < place.count) & is_first, other=-1",
+        "mask=(n // N.BLOCK_SIZE <= place.count) & is_first, other=-1",
         CHOSEN + "rows_see_what_lists_name[1-counted-True]",
     ),
     "a negative entry taken for a key": Mutant(

@@ -218,8 +218,8 @@ def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, at, scoring, T: tl.constex
         offs_v += kv_head * in_units(kv.v_head, T.STRIDE_UNIT)
     k_rows, v_rows = (cache.k + offs_k)[:, None], (cache.v + offs_v)[:, None]
     ROWS: tl.constexpr = m_i.shape[0]
-    k = load_heads(k_rows, kv.k_vec, keep, True, T.HEAD_DIM, 1, ROWS, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
-    v = load_heads(v_rows, kv.v_vec, keep, True, T.HEAD_DIM_V, 1, ROWS, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS)
+    k = load_heads(k_rows, kv.k_vec, keep, True, T.HEAD_DIM, 1, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
+    v = load_heads(v_rows, kv.v_vec, keep, True, T.HEAD_DIM_V, 1, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS)
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16
     k = decode_panels(k, q[0].dtype, T)
@@ -363,7 +363,7 @@ def chosen_kernel(
         gdc_wait()
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
-        SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, None, False,
+        SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, 0, None, False,
     )  # fmt: skip
     N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
     token, split, kv_head, block = program_of(num_splits, NUM_KV_HEADS, GROUP, BLOCK_M)
@@ -383,7 +383,7 @@ def chosen_kernel(
         q_ptr, stride_q_token, stride_q_head, None, cache, None, None, kv, cu_seqlens_q, stride_table, kv_head, scoring
     )
     q = load_queries(inputs, rows, T)
-    acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1)
+    acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1, T.MOST)
     for tile in tl.range(start, stop):
         following = find_keys(place, ahead, tile + 1, N)
         ahead = load_entries(place, tile + 2, N)
@@ -391,7 +391,7 @@ def chosen_kernel(
         at = following
     if PDL:
         gdc_launch_dependents()
-    columns = columns_of(HEAD_DIM_V, 1, BLOCK_M)
+    columns = columns_of(HEAD_DIM_V, 1, BLOCK_M, T.MOST)
     if num_splits is None:
         stride_out_token, stride_out_head = (
             in_units(stride_out_token, STRIDE_UNIT),
