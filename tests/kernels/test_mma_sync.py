@@ -9,7 +9,7 @@ import torch
 import quire
 from quire.dispatch import device as devices
 from quire.dispatch.config import KernelConfig
-from quire.dispatch.tree import forget_trees
+from quire.dispatch.constants import forget
 from quire.testing import make_problem, unwritten
 
 pytestmark = pytest.mark.triton
@@ -22,10 +22,10 @@ def mma_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans see such a target in the interpreter."""
     monkeypatch.setattr(devices, "INTERPRETER", replace(devices.INTERPRETER, native_tf32=True))
     devices._read.cache_clear()
-    forget_trees()
+    forget()
     yield
     devices._read.cache_clear()
-    forget_trees()
+    forget()
 
 
 def spec_of(head_dim: int = 16, **more) -> quire.AttentionSpec:
