@@ -50,6 +50,10 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
 # Where products are not wgmma's, and little was measured: row blocks have as many rows as a sequence, up to so many.
 # Longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
+# Of AMD's GPUs, which have a quarter of the shared memory.
+OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
+    1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
+}
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
 VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
@@ -227,8 +231,9 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, Kerne
     """Return the configurations for a spec on a device, by name, as shared memory has room."""
     listed = [read_config(words, spec) for words in entries_of(spec, device)]
     configs = [reduced(config, spec, device) for config in listed]
-    whole = {now.block_m for config, now in zip(listed, configs, strict=True) if now == config and now.num_stages > 1}
-    configs = [c for c in configs if c in listed or c.block_m not in whole]
+    # What was reduced is left out where another one of as many rows was not, and is as good at loading ahead.
+    fits = [(c.block_m, c.num_stages > 1) for c in configs if c in listed]
+    configs = [c for c in configs if c in listed or not {(c.block_m, True), (c.block_m, c.num_stages > 1)} & {*fits}]
     most = MOST_ROWS if hopper_refusal(spec, device) is None else math.inf
     return {name_of(config): config for config in configs if config.block_m <= most}
 
@@ -242,7 +247,7 @@ def uses_listed(spec: AttentionSpec, device: DeviceProperties) -> dict[str, str]
 
 def entries_of(spec: AttentionSpec, device: DeviceProperties) -> list[str]:
     """Return what is listed for a spec on a device."""
-    table = OF_MMA_SYNC if device.has_mma_sync else CONFIGS
+    table = OF_MMA_SYNC if device.has_mma_sync else OF_MFMA if device.has_mfma else CONFIGS
     of_width = entry_of(table, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
     return entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v))).split(", ")
 
