@@ -82,7 +82,7 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
             )
         refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
         raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
-    launch, *others = least(found) if len(found) > 1 else found.values()
+    launch, *others = least(found)
     if launch.name in FAST:
         base = [other for other in others if other.name not in FAST]
         portable_one = options._replace(kernel=FAST[launch.name])
