@@ -358,6 +358,7 @@ def test_plans_for_the_same_lengths_share_a_schedule_and_others_do_not(device):
     assert len(scheduling.SCHEDULERS) <= number - 2
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # in the interpreter of Triton 3.6
 def test_a_recorded_call_with_a_stale_schedule_warns_and_is_right(device, tmp_path):
     spec = quire.AttentionSpec(**HEADS)
     p = make_problem(spec, ((1, 300), (1, 40)), device=device, one_query=True)
@@ -374,6 +375,6 @@ def test_a_recorded_call_with_a_stale_schedule_warns_and_is_right(device, tmp_pa
     set_unseen(p.batch.seq_lens, (170, 20))
     with pytest.warns(UserWarning, match=r"call plan.update\(\) after that kernel") as warned:
         state = recorded()
-    assert [w.filename for w in warned] == [__file__]
+    assert [w.filename for w in warned if w.category is UserWarning] == [__file__]
     assert error_budget(p, state).passed
     recorded()

@@ -162,7 +162,7 @@ def load_sortable(scores_ptr, column, begin, end):
     x = tl.load(scores_ptr + column, mask=(column >= begin) & (column < end), other=float("-inf")).to(tl.float32)
     bits = x.to(tl.uint32, bitcast=True)
     bits = tl.where(bits == 0x80000000, 0, bits)  # -0.0 is 0.0
-    ordered = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    ordered = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where((x > float("-inf")) & (x == x), ordered, 0)
 
 
