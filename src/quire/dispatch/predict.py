@@ -57,7 +57,7 @@ def micros(work: Work, numbers: Numbers) -> float:
     path = max(longest * tile, rounds * mean * tile) + max(1.0, rounds) * items / programs * item
     products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
     power = POWER if slots > sms else POWER_ALONE  # one program waits for bytes before it multiplies
-    time = launch + (path**power + products**power + memory**power) ** (1 / power)
+    time = launch + (max(path, products) ** power + memory**power) ** (1 / power)
     if partials:
         time += combine + partials * partial + partial_bytes * partial_megabyte / 1048576
     return time

@@ -10,12 +10,14 @@ from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.portable.variants import min_partition_tiles
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
-EQUAL, RAGGED, SKEWED = 1.0, 0.25, 0.1  # how much scenarios count
-MIN_KEYS_OF_CUT = 512  # of a split of a row block that programs of the Hopper kernel cut
-MAX_CUT_SPLITS, MAX_CUT_SPLITS_ALONE = 8, 32  # of such a row block, and of a sequence's only one
+EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios count
+# Of row blocks that programs of the Hopper kernel cut: keys of one that is not, splits, and those of a sequence's only
+# row block (`hopper/schedule.py`).
+LEAST_KEYS, MAX_SPLITS, MAX_SPLITS_ALONE = 512, 8, 32
 
 
 def lens_of(request: Request) -> Lens:
@@ -97,25 +99,16 @@ def work_of(launch: Launch, lens: Lens) -> Work:
     return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
 
 
-def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float, float]:
-    """Return the row blocks of a KV head, or the bands of latents; the tiles of all; the most of any; and a median."""
+def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
+    """Return the row blocks of a KV head, the tiles of all, and the most of any."""
     spec, config = launch.request.spec, launch.config
-    group, rows = launch.rows_of_partition
-    block_n = config.block_n
+    group, rows = spec.group_size, config.block_m
     blocks, tiles, longest = 0, 0.0, 0.0
-    each: list[tuple[float, int]] = []
     for queries, keys, count in lens:
-        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), block_n)
-        each.append((of_seq / number, number * count))
+        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), config.block_n)
         parts = 1 if group <= rows else cdiv(group, rows)  # row blocks of a query's heads
         blocks, tiles, longest = blocks + number * parts * count, tiles + of_seq * parts * count, max(longest, most)
-    each.sort()
-    half, median = sum(number for _, number in each) / 2, 0.0
-    for of_block, number in each:
-        median, half = of_block, half - number
-        if half <= 0:
-            break
-    return blocks, tiles, longest, median
+    return blocks, tiles, longest
 
 
 def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
@@ -123,30 +116,71 @@ def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
     request, heads = launch.request, launch.request.spec.num_kv_heads
     if launch.decode is not None:
         lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
-    blocks, tiles, longest, _ = row_blocks(launch, lens)
+    blocks, tiles, longest = row_blocks(launch, lens)
     sms = request.device.num_sms
     slots = sms * launch.config.programs_per_sm
     return Work(slots, sms, blocks * heads, blocks * heads, tiles * heads, longest, bytes_of(request.spec, lens))
 
 
+def units_of(launch: PortableLaunch, lens: Lens) -> list[tuple[int, int, int]]:
+    """Return, of each of some lengths, the units of a row block, its sequences' row blocks, and how many sequences.
+
+    As the schedule counts them: of tiles, or of splits of the fixed size, and all row blocks of a sequence alike.
+    """
+    (left, right), (group, rows) = launch.window, launch.rows_of_partition
+    unit, found = launch.fixed_split_size or launch.config.block_n, []
+    for queries, keys, count in lens:
+        units = cdiv(min(keys, left + right + queries), unit)
+        found.append((max(1, units), max(1, cdiv(queries * group, rows)), count))
+    return found
+
+
+def size_of_partition(launch: PortableLaunch, each: list[tuple[int, int, int]], total: int) -> int:
+    """Return the units of a partition, as `schedule.partition_size` finds them."""
+    costs, num_seqs = launch.costs, sum(count for *_, count in each)
+    longest = max(units * blocks for units, blocks, _ in each)
+    shortest = min_partition_tiles(total / num_seqs, launch.combine_cost, costs, launch.two_level_min_tiles)
+    size = max(cdiv(total, launch.num_partitions), shortest)
+    if longest * num_seqs != total or not launch.combine_cost:
+        return size
+    even = cdiv(longest, longest // size) if size < longest else cdiv(size, longest) * longest
+    most = size + max(launch.min_split_tiles, size // 32 if 2 * size <= longest else 0)
+    return even if even <= most else size
+
+
 def work_of_partitions(launch: PortableLaunch, lens: Lens) -> Work:
-    """Return the work of partitions, also of latents: programs share the tiles of all row blocks."""
-    request, lanes, spec = launch.request, launch.lanes, launch.request.spec
-    blocks, tiles, longest, median = row_blocks(launch, lens)
-    sms, parts = request.device.num_sms, launch.num_partitions
-    share = float(max(1, math.ceil(tiles / parts)))
-    programs = min(parts, max(blocks, tiles), math.ceil(tiles / share))
-    begun = max(1.0, (tiles / max(1.0, median) + programs - 1) / programs)  # row blocks of the usual length
-    partials = longest / share if longest > share else 0.0
-    of_all = 2 * programs if partials else 0.0
+    """Return the work of partitions, also of latents: programs share the units of all row blocks."""
+    request, lanes, spec, config = launch.request, launch.lanes, launch.request.spec, launch.config
+    each = units_of(launch, lens)
+    blocks, total = sum(number * count for _, number, count in each), sum(u * number * count for u, number, count in each)
+    size, longest = size_of_partition(launch, each, total), max(units for units, *_ in each)
+    programs = cdiv(total, size)
+    if all(units == longest for units, *_ in each):  # row blocks that begin where a partition does are begun once
+        begun = programs + blocks - cdiv(blocks, size // math.gcd(size, longest))
+    else:
+        begun = programs + max(0.0, total / usual_of(each) - 1)
+    most = size if begun > programs else min(longest, size)
+    inside = begun - blocks if longest <= size else programs  # partitions that begin or end inside of a row block
+    partials = longest / size if longest > size else 2.0 if inside > 0.5 else 1.0 if launch.has_combine_launch else 0.0
+    of_all = 2.0 * max(0.0, inside)
     if launch.fixed_split_size:  # each split of a row block has a partial
-        unit = launch.fixed_split_size / launch.config.block_n
-        partials, of_all = longest / unit, tiles / unit
+        partials, of_all = float(longest), float(total)
+    tiles = (launch.fixed_split_size or config.block_n) / config.block_n  # of a unit
     partial_bytes = of_all * lanes * launch.partial_rows * 4 * (spec.head_dim_v + 2)
-    slots = sms * launch.config.programs_per_sm
-    most = min(longest, share) if begun <= 1 else share
-    nbytes, programs = bytes_of(spec, lens), programs * lanes
-    return Work(slots, sms, programs, programs * begun, tiles * lanes, most, nbytes, partials, partial_bytes)
+    return Work(
+        request.device.num_sms * config.programs_per_sm, request.device.num_sms, programs * lanes, begun * lanes,
+        total * tiles * lanes, most * tiles, bytes_of(spec, lens), partials, partial_bytes,
+    )  # fmt: skip
+
+
+def usual_of(each: list[tuple[int, int, int]]) -> int:
+    """Return the units of the usual row block: half of all row blocks have no more."""
+    half, usual = sum(blocks * count for _, blocks, count in each) / 2, 1
+    for units, blocks, count in sorted(each):
+        usual, half = units, half - blocks * count
+        if half <= 0:
+            break
+    return usual
 
 
 def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
@@ -156,11 +190,9 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
         lens = tuple(found for found in lens if found[0] > launch.max_decode_queries) or lens[:1]
     parts = spec.num_q_heads // launch.heads * launch.column_parts
     items, tiles, longest = 0, 0.0, 0.0
-    seen: list[tuple[int, float]] = []  # row blocks of a sequence, and the tiles of its longest one
     for queries, keys, count in lens:
         blocks, of_seq, most = tiles_of_sequence(spec.window, queries, keys, config.block_t, config.block_n)
         items, tiles, longest = items + blocks * count, tiles + of_seq * count, max(longest, most)
-        seen.append((blocks, most))
     sms = request.device.num_sms
     slots, nbytes = sms * config.programs_per_sm, bytes_of(spec, lens)
     items, tiles = items * parts, tiles * parts
@@ -170,17 +202,43 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
         return Work(slots, sms, items * splits, items * splits, tiles, longest / splits, nbytes, splits, partial_bytes)
     if not launch.cut_slots:
         return Work(slots, sms, items, items, tiles, longest, nbytes)
-    share, uncut, most_splits = max(tiles / slots, MIN_KEYS_OF_CUT / config.block_n), 0.0, 1.0
-    for blocks, most in seen:
-        limit = MAX_CUT_SPLITS_ALONE if blocks == 1 else MAX_CUT_SPLITS
-        splits = max(1.0, min(limit, most / share))
-        uncut, most_splits = max(uncut, most / splits), max(most_splits, splits)
+    items, longest, most_splits, used = splits_of_cuts(launch, lens, max(1, int(tiles / slots)), parts)
+    items *= parts
     if most_splits == 1:
         return Work(slots, sms, items, items, tiles, longest, nbytes)
-    rows = 64 * config.num_warpgroups * min(launch.cut_slots, items * most_splits)
-    partial_bytes = 4 * rows * (launch.part_width + 2)
-    items *= most_splits
-    return Work(slots, sms, items, items, tiles, uncut, nbytes, most_splits, partial_bytes)
+    partial_bytes = 4 * 64 * config.num_warpgroups * used * (launch.part_width + 2)
+    return Work(slots, sms, items, items, tiles, longest, nbytes, most_splits, partial_bytes)
+
+
+def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> tuple[int, float, int, int]:
+    """Return what programs cut, as `hopper.schedule.cut_sequences` decides it.
+
+    Args:
+        launch: that cuts.
+        lens: of the batch.
+        share: tiles of a program, if all have as many.
+        parts: work tiles of a row block.
+
+    Returns:
+        The row blocks or splits of them, tiles of the longest, splits of a row block that has the most, and slots.
+    """
+    config, slots = launch.config, launch.cut_slots
+    share, items, longest, most_splits, used = max(share, LEAST_KEYS // config.block_n), 0, 0.0, 1, 0
+    for queries, keys, count in lens:
+        blocks, _, most = tiles_of_sequence(launch.request.spec.window, queries, keys, config.block_t, config.block_n)
+        splits, limit, whole, least = 1, MAX_SPLITS_ALONE if blocks == 1 else MAX_SPLITS, 0, max(share, most // 2)
+        while splits < limit and most > splits * share:
+            splits *= 2
+        first = keys - queries + config.block_t  # keys that the first row block sees
+        if first <= least * config.block_n:
+            whole = min(blocks - 1, int(least * config.block_n - first) // config.block_t + 1)
+        needed = (blocks - whole) * splits * parts
+        fit = min(count, slots // needed) if splits > 1 else 0
+        slots = max(0, slots - count * needed) if splits > 1 else slots
+        items += fit * (whole + (blocks - whole) * splits) + (count - fit) * blocks
+        longest = max(longest, most if fit < count else max(most / splits, least if whole else 0.0))
+        most_splits, used = max(most_splits, splits if fit else 1), used + fit * needed
+    return items, longest, most_splits, used
 
 
 def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:

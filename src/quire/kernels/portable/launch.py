@@ -57,7 +57,7 @@ class PortableLaunch:
     decode: "PortableLaunch | None" = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
-    ALIKE: ClassVar[tuple[int, ...]] = (8, 32, 64)  # partials at once
+    ALIKE: ClassVar[tuple[int, ...]] = (4, 16, 64)  # partials at once
 
     @property
     def name(self) -> str:

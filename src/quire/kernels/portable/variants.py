@@ -10,32 +10,34 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from quire.dispatch.config import COSTS, CostModel, KernelConfig, hopper_refusal, padded, reduced
+from quire.dispatch.config import COSTS, CostModel, KernelConfig, padded, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
 from quire.spec import AttentionSpec
 
 # Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
-# somewhere on a Hopper GPU, by their first letters. By the bytes of a cached number and the columns of a head, padded;
-# the first that is not smaller.
+# somewhere on a Hopper GPU, by their first letters: of batches of one query each, and after the slash of others. Tiles
+# of more than 16 rows have the latter alone. By the bytes of a cached number and the columns of a head, padded; the
+# first that is not smaller.
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
-        64: "16x32 w4 s1 p2 w, 16x128 w4 s3 p2 wj, 16x128 w4 s3 p3 c, 64x32 w4 s3u p2 w, 64x128 w4 s3u p2 j",
-        128: "16x32 w4 s1 p2 w, 16x64 w4 s3 p2 w, 16x128 w4 s3 p3 wj, 32x128 w4 s3 p2 w, 64x32 w4 s3u p2 w, "
-        "128x64 w8 s3u p1 wj",
-        256: "16x16 w4 s1 p2 w, 16x64 w4 s3 p2 wj, 16x128 w4 s2 p2 wj, 128x32 w8 s3u p1 wj",
-        512: "16x16 w4 s1 p1 w, 16x32 w8 s3 p1 wcj, 32x32 w8 s2u p1 wcj",
+        64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wcj/wj, 16x128 w4 s3 p3 c/, 64x128 w4 s3u p2 /wj",
+        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wcj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /j, "
+        "64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 /wj",
+        256: "16x64 w4 s3 p2 w/wj, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
+        512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
     },
     2: {
-        64: "16x32 w4 s1 p2 w, 16x64 w4 s3 p3 wcj, 16x128 w4 s3 p2 w, 64x64 w4 s3u p2 wcj",
-        128: "16x32 w4 s1 p2 w, 16x64 w4 s3 p2 wcj, 32x64 w4 s3 p2 w, 64x64 w4 s3u p2 wcj",
-        256: "16x16 w4 s1 p2 w, 16x32 w4 s3 p2 cj, 16x64 w4 s3 p1 wj, 32x32 w4 s3 p1 j, 64x32 w8 s3u p1 wcj",
-        512: "16x16 w4 s1 p1 w, 16x32 w8 s3 p1 wj, 32x32 w8 s2u p1 wj",
+        64: "16x64 w4 s3 p3 wcj/, 16x128 w4 s3 p2 wcj/wj, 64x64 w4 s3u p2 /wj, 64x128 w4 s3u p2 /w",
+        128: "16x32 w4 s1 p2 /w, 16x32 w4 s3 p2 wj/, 16x64 w4 s3 p2 cj/j, 16x128 w4 s2 p2 w/, 64x64 w4 s3u p2 /j, "
+        "128x64 w8 s3u p1 /w",
+        256: "16x32 w4 s3 p2 cj/j, 16x64 w4 s3 p1 wcj/w, 64x32 w8 s3u p1 /j, 128x32 w8 s3u p1 /w",
+        512: "16x32 w8 s3 p1 wj/wj, 32x32 w8 s2u p1 /w",
     },
     4: {
-        128: "16x32 w8 s2 p1 wcj",
-        512: "16x16 w8 s2 p1 wcj",
+        128: "16x32 w8 s2 p1 wcj/wj",
+        512: "16x16 w8 s2 p1 wcj/wj",
     },
 }
 # Where all products are mma.sync's: as cards without wgmma were imitated on an H200 (docs/kernels/portable.md).
@@ -55,9 +57,9 @@ OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
 }
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
+WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
 MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
 VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
-MOST_ROWS = 32  # of a row block, where the Hopper kernel serves taller ones
 # Of batch-invariant plans: one for all batches, but for its rows.
 INVARIANT = {
     1: {64: "16x128 w4 s3 p2", 128: "16x64 w4 s3 p2", 256: "16x64 w4 s3 p2", 512: "16x32 w8 s3 p1"},
@@ -92,24 +94,18 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         configs = {} if options.config is None else {name_of(options.config): options.config}
         configs = configs or configs_of(spec, device)
     takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
-    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device)
-    rows, tiles = max(16, request.rows_per_seq), set()
-    found: dict[str, PortableLaunch] = {}
+    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device, request.bounds.max_query_len <= 1)
+    rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
+    configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     for name, config in configs.items():
-        if config.block_m >= 2 * rows and len(configs) > 1:
-            continue  # a configuration of fewer rows has as many row blocks
         if not takes_all and not device.has_wgmma and is_short(config, rows, configs):
             continue
-        tile = config.block_m, config.block_n, config.num_stages > 1
-        if request.bounds.max_query_len > 1 and tile in tiles:
-            continue  # of equal tiles, more programs of an SM are for batches of one query each
-        tiles.add(tile)
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
         loads_ahead = config.num_stages > 1 or all(each.num_stages == 1 for each in configs.values())
         for use, launch in uses_of(whole, options.num_splits, within, loads_ahead).items():
-            if use[0] not in listed.get(name, use):
+            if listed and use[0] not in listed[name]:
                 continue
             if use != "whole" and not (takes_all or within or device.has_wgmma) and fills(whole):
                 continue
@@ -120,6 +116,20 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
             if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
                 found[f"portable {name} mixed"] = replace(launch, decode=decode)
     return found
+
+
+def may_suit(
+    config: KernelConfig, rows: int, configs: dict[str, KernelConfig], device: DeviceProperties
+) -> bool:
+    """Return whether a configuration may suit sequences of so many rows: unless one of fewer has as many row blocks.
+
+    Tiles for wgmma have at least WGMMA_ROWS, also for fewer rows. The tallest ones are for sequences that have several.
+    """
+    if len(configs) == 1:
+        return True
+    if device.has_wgmma and config.block_m >= WGMMA_ROWS:
+        return rows > (config.block_m if config.block_m > WGMMA_ROWS else 16)
+    return config.block_m < 2 * rows
 
 
 def is_short(config: KernelConfig, rows: int, configs: dict[str, KernelConfig]) -> bool:
@@ -211,8 +221,12 @@ def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
 
 
 def at_once(split: PortableLaunch) -> int:
-    """Return how many partials of a row a program of the second launch combines at once, as `ALIKE` lists them."""
-    partials = cdiv(split.num_partitions, max(1, split.num_row_blocks(split.request.bounds.num_tokens)))
+    """Return how many partials of a row a program of the second launch combines at once, as `ALIKE` lists them.
+
+    Partitions of whole tiles are fewer than may be, so 33 of 8 row blocks leave four partials. With eight at once in
+    place of four, 8 x 1,024 took 13.8 us in place of 13.2 (32/8 heads of 128, NVIDIA H200, 2026-11-29).
+    """
+    partials = split.num_partitions // max(1, split.num_row_blocks(split.request.bounds.num_tokens))
     return next((most for most in split.ALIKE if partials <= most), split.ALIKE[-1])
 
 
@@ -234,15 +248,17 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, Kerne
     # What was reduced is left out where another one of as many rows was not, and is as good at loading ahead.
     fits = [(c.block_m, c.num_stages > 1) for c in configs if c in listed]
     configs = [c for c in configs if c in listed or not {(c.block_m, True), (c.block_m, c.num_stages > 1)} & {*fits}]
-    most = MOST_ROWS if hopper_refusal(spec, device) is None else math.inf
-    return {name_of(config): config for config in configs if config.block_m <= most}
+    return {name_of(config): config for config in configs}
 
 
 @lru_cache(maxsize=1024)
-def uses_listed(spec: AttentionSpec, device: DeviceProperties) -> dict[str, str]:
-    """Return the first letters of the uses of each configuration, by its name."""
-    entries = entries_of(spec, device)
-    return {name_of(reduced(read_config(words, spec), spec, device)): words.split()[-1] for words in entries}
+def uses_listed(spec: AttentionSpec, device: DeviceProperties, one_each: bool) -> dict[str, str]:
+    """Return the first letters of the uses of each configuration, by its name; `one_each`: of one query a sequence."""
+    found: dict[str, str] = {}
+    for words in entries_of(spec, device):
+        config, (first, others) = reduced(read_config(words, spec), spec, device), words.split()[-1].split("/")
+        found[name_of(config)] = first if one_each and config.block_m <= 16 else others
+    return found
 
 
 def entries_of(spec: AttentionSpec, device: DeviceProperties) -> list[str]:

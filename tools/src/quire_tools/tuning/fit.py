@@ -28,9 +28,9 @@ from quire.kernels.work import guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
-SIGMA, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.4  # of the logarithms of factors, around those before
+SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.7, 1.0  # of the logarithms of factors, around those before
 NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
-NOISE_OF_SLOWER = 0.25  # more of it, times the logarithm of a time over the best one: choices are among the best
+NOISE_OF_SLOWER = 0.15  # more of it, times the logarithm of a time over the best one: choices are among the best
 ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
 
 
@@ -160,7 +160,7 @@ def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     path = np.maximum(longest * tile, rounds * mean * tile) + np.maximum(1.0, rounds) * items / programs * item
     products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
     power = np.where(slots > sms, POWER, POWER_ALONE)
-    time = launch + (path**power + products**power + memory**power) ** (1 / power)
+    time = launch + (np.maximum(path, products) ** power + memory**power) ** (1 / power)
     return time + (partials > 0) * (combine + partials * partial + partial_bytes * partial_megabyte / 1048576)
 
 
@@ -274,7 +274,11 @@ def fit_all(timed: Sequence[Timed]) -> Fitted:
         return fit_factors(rows_of(seen, [0] * len(seen), range(len(seen))), prior, sigma)
 
     none = np.zeros((1, len(Numbers._fields)))
-    of_family = {family: fitted(seen, none, SIGMA) for family, seen in by_family.items()}
+    of_family: dict[str, np.ndarray] = {}
+    for family in sorted(by_family, key=lambda family: not family.endswith("whole")):
+        whole = of_family.get(f"{family.split()[0]} whole")  # whose loop over tiles is the same
+        prior, sigma = (none, SIGMA) if whole is None else (whole, SIGMA_OF_USE)
+        of_family[family] = fitted(by_family[family], prior, sigma)
     of_width = {key: fitted(seen, of_family[key[1]], SIGMA_OF_KIND) for key, seen in by_width.items()}
     of_kind: dict[tuple[str, str], np.ndarray] = {}
     for (kind, family), seen in by_kind.items():
