@@ -23,7 +23,7 @@ from quire.spec import AttentionSpec
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
         64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wcj/wj, 16x128 w4 s3 p3 c/, 64x128 w4 s3u p2 /wj",
-        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wcj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /j, "
+        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wcj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /wj, "
         "64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 /wj",
         256: "16x64 w4 s3 p2 w/wj, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
         512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
