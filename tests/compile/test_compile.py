@@ -597,7 +597,7 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
 @pytest.mark.parametrize(
     ("target", "lens", "heads", "rows", "on_the_stack"),
     [
-        ("sm90", (1, 4096, 4096), (32, 8, 128), 64, (48, 104)),
+        ("sm90", (1, 4096, 4096), (32, 8, 128), 64, (48, 112)),
         extended("sm90", (32, 8, 4096), (32, 8, 128), 32, (0, 0)),
         extended("sm90", (32, 8, 4096), (64, 8, 64), 64, (120, 160)),
         extended("sm90", (1, 2048, 2048), (16, 8, 256), 64, (712, 728)),
