@@ -153,15 +153,27 @@ def is_invariant(launch: Any) -> bool:
 
 
 def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> Numbers:
-    """Return the numbers of a launch's variant; a guess times the factors of its family if it was not measured."""
+    """Return the numbers of a launch's variant, or of one that is like it if it was not measured.
+
+    Where nothing like it was, they are a guess times the factors of its family.
+    """
     request = launch.request
     if of_kind is None:
         of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
     name = (name or variant_of(launch)).replace("mixed", "whole")
-    if (known := of_kind.get(name)) is not None:
+    if (known := of_kind.get(name) or like(name, of_kind)) is not None:
         return known
     factors = constants_of(request.device).factors.get(family_of(name))
     return guess(launch) if factors is None else times(guess(launch), factors)
+
+
+def like(name: str, of_kind: Mapping[str, Numbers]) -> Numbers | None:
+    """Return the numbers of a variant of the portable kernel that has as large tiles and is used alike, if any has."""
+    if not name.startswith("portable "):
+        return None
+    words = name.split()
+    alike = (own for other, own in of_kind.items() if other.split()[:2] == words[:2] and other.split()[-1] == words[-1])
+    return next(alike, None)
 
 
 @lru_cache(maxsize=1024)

@@ -118,9 +118,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     return found
 
 
-def may_suit(
-    config: KernelConfig, rows: int, configs: dict[str, KernelConfig], device: DeviceProperties
-) -> bool:
+def may_suit(config: KernelConfig, rows: int, configs: dict[str, KernelConfig], device: DeviceProperties) -> bool:
     """Return whether a configuration may suit sequences of so many rows: unless one of fewer has as many row blocks.
 
     Tiles for wgmma have at least WGMMA_ROWS, also for fewer rows. The tallest ones are for sequences that have several.

@@ -22,13 +22,18 @@ import numpy as np
 
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
-from quire.kernels.choose import family_of, kind_of
+from quire.kernels.choose import family_of, kind_of, like
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
-SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.7, 1.0  # of the logarithms of factors, around those before
+SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = (
+    2.0,
+    0.7,
+    0.7,
+    1.0,
+)  # of the logarithms of factors, around those before
 NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
 NOISE_OF_SLOWER = 0.15  # more of it, times the logarithm of a time over the best one: choices are among the best
 ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
@@ -302,8 +307,9 @@ def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.
 
 
 def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
-    """Return the numbers of a variant; a guess times the factors of those that are used alike if it was not timed."""
-    own = fitted.kinds.get(kind, {}).get(seen.variant)
+    """Return the numbers of a variant, of one like it, or a guess times the factors of those that are used alike."""
+    of_kind = fitted.kinds.get(kind, {})
+    own = of_kind.get(seen.variant) or like(seen.variant, of_kind)
     factors = fitted.factors.get(family_of(seen.variant))
     return own or (seen.guess if factors is None else times(seen.guess, factors))
 
