@@ -104,17 +104,21 @@ def micros(time: float, is_best: bool = False) -> str:
 
 
 def glance(*reports: tuple[str, Report, dict[str, tuple[str, ...]]]) -> str:
-    """Return a small table: for each report the means by group of kinds, and in how many cases Quire is slower."""
-    text = "| GPU | decode | prompts | mixed | slower in |\n| --- | --- | --- | --- | --- |\n"
+    """Return a small table, a column for each report: means by group of kinds, and in how many cases Quire is slower.
+
+    It has to fit on a phone.
+    """
+    columns = []
     for name, report, kinds in reports:
         by_case = {row.case: row.kind for row in report.rows}
         found = speedups(report.rows)
         groups = [[ratio for case, ratio in found.items() if by_case[case] in of] for of in kinds.values()]
-        means = [f"{statistics.geometric_mean(some):.2f}×" if some else "" for some in groups]
+        means = [f"{statistics.geometric_mean(some):.2f}×" for some in groups]
         device = report.provenance.device.split()[1]
-        cells = [*means, *[""] * (3 - len(means)), f"{sum(r < 1 for r in found.values())} of {len(found)} cases"]
-        text += f"| {device}{name} | {' | '.join(cells)} |\n"
-    return text
+        slower = f"{sum(ratio < 1 for ratio in found.values())} of {len(found)}"
+        columns.append([f"{device}{name}", *means, *[""] * (3 - len(means)), slower])
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(GLANCE, *columns, strict=True)]
+    return "\n".join([lines[0], f"{'| --- ' * (len(columns) + 1)}|", *lines[1:]]) + "\n"
 
 
 def losses(*reports: Report) -> str:
@@ -274,6 +278,7 @@ def servers() -> str:
     )
 
 
+GLANCE = ("× as fast", "decode", "prompts", "mixed", "slower in")
 LONG = 10_000  # tokens of a prompt after which SGLang's step is of one request alone, and counts for no load
 COPIES = "SDPA, not paged"
 INVARIANT = "Quire, batch-invariant"
@@ -301,7 +306,7 @@ HEADLINES: dict[str, Callable[[], str]] = {
     "glance": lambda: glance(
         ("", load(RESULTS / "h200_peers.json"), DENSE),
         ("", load(RESULTS / "h100.json"), DENSE),
-        (", latents (MLA)", load(RESULTS / "mla_h200.json"), LATENTS),
+        (", MLA", load(RESULTS / "mla_h200.json"), LATENTS),
     ),
     "servers": servers,
     "starts": starts,

@@ -192,9 +192,9 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
     assert found == {"faster": 2.0, "slower": 0.8, "not paged": 1.5}
     assert HEADLINES["line"]("all", found) == "| all | 3 | 1.34× | 0.80× (slower) | 1 |\n"
     report = SimpleNamespace(rows=rows, provenance=SimpleNamespace(device="NVIDIA H9", date="2026-11-29"))
-    assert HEADLINES["glance"]((", all", report, {"decode": ("decode",), "others": ("prefill",)})) == (
-        "| GPU | decode | prompts | mixed | slower in |\n| --- | --- | --- | --- | --- |\n"
-        "| H9, all | 1.34× |  |  | 1 of 3 cases |\n"
+    assert HEADLINES["glance"]((", all", report, {"decode": ("decode",)}), ("", report, {"any": ("decode",)})) == (
+        "| × as fast | H9, all | H9 |\n| --- | --- | --- |\n| decode | 1.34× | 1.34× |\n"
+        "| prompts |  |  |\n| mixed |  |  |\n| slower in | 1 of 3 | 1 of 3 |\n"
     )
     assert HEADLINES["losses"](report).splitlines()[2:] == ["| slower | H9, 2026-11-29 | cuDNN | 4.0 | 5.0 | 0.80× |"]
     assert HEADLINES["copies"](SimpleNamespace(rows=rows)) == (
