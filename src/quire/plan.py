@@ -493,7 +493,7 @@ def watched(made: Plan) -> Plan:
     if log.is_on(log.LAUNCH) and made.asked is not None:  # a warm-up's plans have no keys
         runner = times.timed(runner, made.launch, words, time_said(made), made.batch.device)
     if ranges.are_on():
-        runner = ranges.within(runner, partial(ranges.named, f"quire {made.launch.name}: {words}"))
+        runner = ranges.in_range(runner, f"quire {made.launch.name}: {words}")
     return replace(made, runner=runner)
 
 

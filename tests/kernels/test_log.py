@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -282,7 +281,7 @@ def test_ranges_are_those_of_nvtx_where_a_gpu_is_profiled(monkeypatch):
     for nvtx in (False, True):
         monkeypatch.setattr(ranges, "NVTX", nvtx)
         with pytest.raises(InterruptedError):
-            ranges.within(fail, partial(ranges.named, "quire"))()  # pyright: ignore[reportArgumentType]
+            ranges.in_range(fail, "quire")()  # pyright: ignore[reportArgumentType]
     assert calls == ["launch", "quire", "launch", "end"]
 
 
@@ -309,7 +308,8 @@ def times_said(lines: list[str]) -> list[str]:
     return [line.removeprefix("quire.launch: ") for line in lines if " µs, the least of " in line]
 
 
-def test_what_a_decision_takes_is_said_once_after_a_few_calls(device, lines, untimed):
+def test_what_a_decision_takes_is_said_once_after_a_few_calls(device, lines, untimed, monkeypatch):
+    monkeypatch.setattr(quire.Plan, "predicted_us", None, raising=False)
     problem = small(device)
     for calls in (times.CALLS, 1):
         plan = plan_for(problem)  # the next step's goes on where the last one ended
@@ -334,11 +334,10 @@ def test_calls_of_other_bounds_are_not_timed_with_those_of_a_decision(device, li
 def test_a_time_that_a_plan_predicts_is_said_with_the_decision_and_one_that_it_does_not_is_not(
     device, lines, monkeypatch
 ):
-    plan_for(small(device))
-    assert "predicted" not in lines()[0]
-    monkeypatch.setattr(quire.Plan, "predicted_us", 12.345, raising=False)
-    plan_for(small(device, num_q_heads=8))
-    assert lines()[0].endswith("; 12.3 µs predicted")
+    for heads, time in ((4, None), (8, 12.345)):
+        monkeypatch.setattr(quire.Plan, "predicted_us", time, raising=False)
+        plan_for(small(device, num_q_heads=heads))
+        assert lines()[0].endswith("; 12.3 µs predicted") == (time is not None)
 
 
 class Event:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class AppenderWithin(Within, PortableRunner):
 def within(runner: Runner, context: Callable[[], AbstractContextManager[Any]]) -> Runner:
     """Return a runner that runs another one within contexts."""
     return (AppenderWithin if isinstance(runner, PortableRunner) else Within)(runner, context)
+
+
+def in_range(runner: Runner, name: str) -> Runner:
+    """Return a runner that runs another one in a range of this name."""
+    return within(runner, partial(named, name))
 
 
 def are_on() -> bool:
