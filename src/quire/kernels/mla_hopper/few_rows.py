@@ -28,8 +28,9 @@ from quire.kernels.mla_hopper.columns import (
     store_result,
 )
 from quire.kernels.mla_hopper.latents import make_latents
+from quire.kernels.mla_hopper.lists import without_unseen
 from quire.kernels.mla_hopper.memory import QUARTER, ROPE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
@@ -44,14 +45,16 @@ class FewShared(NamedTuple):
 
 
 @gluon.jit
-def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr):
-    """Allocate shared memory for operands of type `element`."""
+def allocate_few(
+    element: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.constexpr = False, CONVERTED: gl.constexpr = False
+):
+    """Allocate shared memory for operands of type `element`. GATHERED, CONVERTED: as for `make_latents`."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return FewShared(
         gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, COLUMNS, ROPE], WIDE),
         gl.allocate_shared_memory(element, [TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        make_latents(element, 11 if COLUMNS == 16 else 10, 1),
+        make_latents(element, (10 if CONVERTED else 11) if COLUMNS == 16 else (9 if CONVERTED else 10), 1, GATHERED, CONVERTED),
     )
 
 
@@ -72,6 +75,7 @@ def consume_few(s, program):
         acc, m_i, l_i = attend(s, program, work, n)
         n += 4 * work.count
         l_i += target.poison
+        finished = seq
         seq, known, first = next_sequence(program, seq, 0)
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
             quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
@@ -79,8 +83,7 @@ def consume_few(s, program):
             acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
             store_result(program, target, 0, acc, 0, m_i, l_i)
         else:
-            slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-            store_partial(program, slot, acc, 0, m_i, l_i)
+            store_partial(program, slot_of(program, finished, work, 0), acc, 0, m_i, l_i)
 
 
 @gluon.jit
@@ -128,10 +131,13 @@ def attend_to_tile(s, program, work, acc, m_i, sums, n, pos):
         scores = warpgroup_mma(latents.quarters.tiles.index(stage), queries, scores, use_acc=i > 0, is_async=True)
     scores = warpgroup_mma(latents.rope_of(n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    scores = apply_mask(scores, pos, work, program)
-    if pos + TILE > work.visible:
-        for i in gl.static_range(4):
-            zero_invisible_rows(latents.quarters.tiles.index(latents.quarters.stage_of(n + i)), pos, work.visible)
+    if program.lists is not None:
+        scores = without_unseen(scores, latents.seen[0], latents.place_of(n), latents.phase_of(n), 0)
+    else:
+        scores = apply_mask(scores, pos, work, program)
+        if pos + TILE > work.visible:
+            for i in gl.static_range(4):
+                zero_invisible_rows(latents.quarters.tiles.index(latents.quarters.stage_of(n + i)), pos, work.visible)
     m_new = gl.maximum(m_i, gl.max(scores, 0) * scale)
     shift = finite(m_new)
     p = probabilities(scores, scale, shift)
