@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
     entries: Any  # pointer to the token's list
     count: Any  # entries of it
-    table: Any  # pointer to the first page number of the token's sequence; None for slots
+    table: Any  # pointer to the first page number of the token's sequence; not for slots
     end: Any  # keys of the sequence from here on are not seen
 
 
@@ -59,7 +59,7 @@ def place_of(rows, program, known):
     lists, token = program.lists, known.q_start
     entries = lists.entries + token.to(gl.int64) * lists.stride
     if rows.page_table is None:
-        return Place(entries, known.seq_len, None, known.seq_len)
+        return Place(entries, known.seq_len, entries, known.seq_len)
     else:
         lengths = program.lengths
         seq, end, _ = find_sequence(lengths, lengths.cu_seqlens_q, token, rows.num_seqs, True)
@@ -75,9 +75,9 @@ def load_entries(place, tile):
 
 
 @gluon.jit
-def find_keys(place, entries, PAGE_SIZE: gl.constexpr):
+def find_keys(rows, place, entries, PAGE_SIZE: gl.constexpr):
     """Return where the keys of a tile are, `page * PAGE_SIZE + slot`, -1 if they are not seen."""
-    if place.table is None:
+    if rows.page_table is None:
         return entries
     else:
         seen = (entries >= 0) & (entries < place.end)
@@ -138,7 +138,7 @@ def gather_many(s, rows, program):
     while item <= program.part.last_seq:
         place = place_of(rows, program, known)
         tile, end = first, first + work_of(program, item, known, first, program.row_block).count
-        keys = find_keys(place, load_entries(place, tile), program.config.PAGE_SIZE)
+        keys = find_keys(rows, place, load_entries(place, tile), program.config.PAGE_SIZE)
         entries = load_entries(place, tile + 1)
         while tile < end:
             keys, entries = gather_tile(EVEN, s, rows, program, place, keys, entries, tile, uses)
@@ -155,7 +155,7 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     """Begin to copy a tile, each quarter when its stage is free. Return the next tile's keys and the entries after."""
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     full = s.raw_full if len(s.raw_full) > 0 else s.full
-    following = find_keys(place, entries, PAGE_SIZE)
+    following = find_keys(rows, place, entries, PAGE_SIZE)
     entries = load_entries(place, tile + 2)
     offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
     for i in gl.static_range(4):
@@ -183,11 +183,11 @@ def gather_latents(latents, rows, program):
     while item <= program.part.last_seq:
         place = place_of(rows, program, known)
         count = work_of(program, item, known, first, 0).count
-        keys = find_keys(place, load_entries(place, first), PAGE_SIZE)
+        keys = find_keys(rows, place, load_entries(place, first), PAGE_SIZE)
         entries = load_entries(place, first + 1)
         for tile in range(first, first + count):
             offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
-            following = find_keys(place, entries, PAGE_SIZE)
+            following = find_keys(rows, place, entries, PAGE_SIZE)
             entries = load_entries(place, tile + 2)
             for i in gl.static_range(4):
                 stage = quarters.acquire(n + i)

@@ -76,7 +76,7 @@ def chosen_hopper_kernel(
     )
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
-    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, 0)
+    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, 0, True)
     lists = TokenLists(indices, list_lens, width, stride_list, stride_lens, num_splits)
     program = Program(
         queries, outputs, lengths, Items(items - 1), index, gl.num_programs(1), row_block, causal > 0, scale, None,

@@ -163,6 +163,8 @@ def propose(request: Request, options: Options) -> tuple[ChosenHopperLaunch, str
         return "config"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
         return "latents that are not 512 + 64 wide"
+    if spec.kv_dtype is not spec.dtype:
+        return "quantised caches"
     if spec.dtype is torch.float32:
         return "float32"
     if spec.softcap or spec.alibi or spec.sinks:

@@ -58,6 +58,7 @@ class Config:
     COLUMNS: gl.constexpr  # rows of a row block: columns of products, if there are at most 32
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr  # slots of a page in one TMA load
+    LISTS: gl.constexpr  # whether lists take the place of a schedule
 
 
 class Program(NamedTuple):
@@ -74,7 +75,7 @@ class Program(NamedTuple):
     softmax_scale: Any
     scale_ptr: Any  # the factor of fp8 latents, or None
     config: Any  # Config
-    lists: Any = None  # lists.TokenLists; then a sequence is an item, and `part` is lists.Items
+    lists: Any = None  # lists.TokenLists, with Config.LISTS: then a sequence is an item, and `part` is lists.Items
 
 
 class Work(NamedTuple):
@@ -110,7 +111,7 @@ def first_sequence(program, row_block):
         known: its `Sequence` of the schedule.
         tile: its first tile that the partition holds.
     """
-    if program.lists is not None:
+    if program.config.LISTS:
         return first_item(program)
     else:
         part = program.part
@@ -127,7 +128,7 @@ def first_sequence(program, row_block):
 @gluon.jit
 def next_sequence(program, seq, row_block):
     """Return of the next sequence that has rows in the row block what `first_sequence` returns, with its lengths."""
-    if program.lists is not None:
+    if program.config.LISTS:
         return next_item(program, seq)
     else:
         seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
@@ -172,7 +173,7 @@ def skip_without_rows(program, seq, row_block):
 @gluon.jit
 def work_of(program, seq, known, tile, row_block):
     """Return the `Work` of a sequence, whose `Sequence` is `known`, from `tile` on."""
-    if program.lists is not None:
+    if program.config.LISTS:
         count, is_whole = tiles_of_part(program, seq, known)[1], seq >= 0
         if program.lists.num_splits is not None:
             is_whole = seq < 0
@@ -190,7 +191,7 @@ def work_of(program, seq, known, tile, row_block):
 @gluon.jit
 def target_of(program, seq, known, work):
     """Return the `Target` of a sequence, whose `Sequence` is `known`."""
-    if program.lists is not None:
+    if program.config.LISTS:
         return Target(known.q_start, known.q_len, 0.0)
     else:
         now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
@@ -201,7 +202,7 @@ def target_of(program, seq, known, work):
 @gluon.jit
 def slot_of(program, seq, work, row_block):
     """Return where the partial of a sequence goes: each partition has two places, and each part of a list has one."""
-    if program.lists is not None:
+    if program.config.LISTS:
         return seq.to(gl.int64) * gl.num_programs(0) + row_block
     else:
         slot = (row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
