@@ -18,7 +18,7 @@ from quire.kernels.scratch import ScratchSize, counter_bytes
 
 MOST_WAVES = 2  # of programs that have parts of lists
 START, COMBINE = 1.5, 2.0  # what an item costs before its first tile, and the second launch, in tiles
-COMBINED, AHEAD = 64, 16  # columns of a program of the second launch, and partials that it loads at once
+MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of a row
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,19 @@ class ChosenHopperLaunch:
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
+        heads = self.request.spec.num_q_heads
+        many = power_of_two(self.request.bounds.num_tokens) * heads >= MANY_ROWS
+        parts, columns = (8, WIDTHS[0]) if many else (16, WIDTHS[0] // 4)
         return {
-            "BLOCK_M": self.columns, "BLOCK_N": TILE, "BLOCK_SIZE": 1, "PARTIAL_ROWS": self.partial_rows, "PDL": True,
-            "NUM_KV_HEADS": 1, "GROUP": self.request.spec.num_q_heads, "HEAD_DIM_V": WIDTHS[0], "BLOCK_DV": WIDTHS[0],
-            "COLUMNS": COMBINED, "AHEAD": AHEAD, "EXTRA_SIZE": 0, "num_warps": 1, "launch_pdl": True,
+            "NUM_HEADS": heads, "PARTIAL_ROWS": self.partial_rows, "BLOCK_M": 1, "PARTS": parts, "COLUMNS": columns,
+            "num_warps": 4, "launch_pdl": True,
         }  # fmt: skip
 
-    def num_combine_programs(self, num_tokens: int) -> int:
-        """Return the programs of the second launch."""
-        return num_tokens * self.request.spec.num_q_heads * (WIDTHS[0] // COMBINED)
+    def combine_grid(self, num_tokens: int) -> tuple[int, int, int]:
+        """Return the grid of the second launch."""
+        meta = self.combine_constexprs()
+        blocks = self.partial_rows // meta["BLOCK_M"] * (WIDTHS[0] // meta["COLUMNS"])
+        return num_tokens, self.row_blocks, blocks
 
     @property
     def partials(self) -> int:
@@ -110,7 +114,7 @@ class ChosenHopperLaunch:
         facts = self.request.has_cu_seqlens, self.request.chosen[:3], self.num_splits > 1
         keys = {key_of(self.name, *facts, **constexprs_of(self))}
         if self.num_splits > 1:
-            keys.add(key_of("combine_chosen", *facts, **self.combine_constexprs()))
+            keys.add(key_of("combine_lists", *facts, **self.combine_constexprs()))
         return frozenset(keys)
 
     def with_most_partitions(self) -> "ChosenHopperLaunch":

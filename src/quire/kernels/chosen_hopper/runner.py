@@ -7,11 +7,11 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.kernels import views
-from quire.kernels.chosen.kernel import combine_chosen_kernel
 from quire.kernels.chosen_hopper.kernel import chosen_hopper_kernel
 from quire.kernels.chosen_hopper.launch import WIDTHS, ChosenHopperLaunch, gathers
 from quire.kernels.launch import Runner, bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
+from quire.kernels.mla_hopper.combine import combine_lists_kernel
 from quire.kernels.mla_hopper.runner import out_strides
 from quire.kernels.scratch import Part
 from quire.kernels.states import LOG2E
@@ -30,7 +30,7 @@ class ChosenHopperRunner:
         assert batch.chosen is not None
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.lists = views.lists_of(batch.chosen)
-        self.attend, self.combine = Kernel(chosen_hopper_kernel), Kernel(combine_chosen_kernel)
+        self.attend, self.combine = Kernel(chosen_hopper_kernel), Kernel(combine_lists_kernel)
         self.fallback: Runner | None = None  # bound when it is first needed
         self.partials: views.Partials | None = None
         if launch.num_splits > 1:
@@ -67,8 +67,7 @@ class ChosenHopperRunner:
         tensors = out, lse, q_nope, q_pe, latents, rope, scales, num_tokens
         self.attend(grid, tensors, cache.kind, self.arguments)
         if decided.num_splits > 1:
-            programs = decided.num_combine_programs(num_tokens)
-            self.combine((programs, 1, 1), (out, None, lse, None, None), None, self.combine_arguments)
+            self.combine(decided.combine_grid(num_tokens), (out, lse), None, self.combine_arguments)
 
     def arguments(self, *tensors: Any) -> Arguments:
         """Return the arguments of the kernel that attends, of which `tensors` are the first."""
@@ -89,7 +88,8 @@ class ChosenHopperRunner:
 
     def combine_arguments(self, *tensors: Any) -> Arguments:
         """Return the arguments of the kernel that combines parts, of which `tensors` are the first."""
-        out, _, lse, *_ = tensors
-        lists, decided = (*self.lists, None, 0, 0), self.decided
-        fixed = *lists, self.partials, decided.num_splits, self.batch.cu_seqlens_q, self.batch.num_seqs
-        return Arguments(tensors, (*fixed, 0, *out_strides(out, lse)), decided.combine_constexprs())
+        assert self.partials is not None
+        lists, batch, decided = self.lists, self.batch, self.decided
+        fixed = lists.list_lens, lists.width, lists.lens_token, decided.num_splits, batch.cu_seqlens_q, batch.num_seqs
+        fixed += *self.partials[:3], *out_strides(*tensors)
+        return Arguments(tensors, fixed, decided.combine_constexprs())

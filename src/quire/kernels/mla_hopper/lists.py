@@ -104,17 +104,23 @@ def find_list(program, item):
     token = gl.maximum(gl.minimum(item, program.part.last_seq), 0)
     if lists.num_splits is not None:
         token = token // lists.num_splits
+    return Sequence(count_of(lists, token), token, token * 0 + 1, token * 0)
+
+
+@gluon.jit
+def count_of(lists, token):
+    """Return how many entries of a token's list count."""
     count = token * 0 + lists.width
     if lists.lens is not None:
-        count = gl.minimum(gl.load(lists.lens + token.to(gl.int64) * lists.stride_lens), lists.width)
-    return Sequence(count, token, token * 0 + 1, token * 0)
+        count = gl.minimum(gl.load(lists.lens + token.to(gl.int64) * lists.stride_lens), count)
+    return gl.maximum(count, 0)
 
 
 @gluon.jit
 def tiles_of_part(program, item, known):
     """Return the first of a list's tiles that an item has, and how many."""
     num_splits = program.lists.num_splits
-    tiles = (gl.maximum(known.seq_len, 0) + TILE - 1) // TILE
+    tiles = (known.seq_len + TILE - 1) // TILE
     if num_splits is None:
         return item * 0, gl.maximum(tiles, 1)
     else:
