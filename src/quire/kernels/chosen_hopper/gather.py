@@ -7,7 +7,9 @@ finds them once. Entries are read two tiles ahead of the rows, and page numbers 
 The producer waits for no copy. Copies let a barrier complete when they are (`pipeline.SmemPipeline.commit_copies`).
 
 Records of `fp8_ds_mla` arrive in the stages that their numbers in bfloat16 will have: a raw quarter fills the first half
-of its stage. A warpgroup reads it, multiplies it by its scales and writes bfloat16 over it, once for all rows of queries.
+of its stage. A warpgroup reads it and writes bfloat16 over it, once for all rows of queries. It multiplies the numbers by
+their scales where a row block has more than 32 rows, which rounds them. Otherwise that is exact, and consumers multiply
+products and probabilities by the scales.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from quire.kernels.chosen.kernel import find_sequence
 from quire.kernels.gluon.compat import copy_async
 from quire.kernels.gluon.pipeline import wait, wait_at
 from quire.kernels.mla_hopper.lists import hand_over_flags
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, ROPE, SCALES
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, scales_of
 from quire.kernels.mla_hopper.producer import brings_rope, raw_tile
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
 from quire.kernels.mla_hopper.schedule import TILE
@@ -94,14 +96,15 @@ def find_rows(rows, keys, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def fetch_into_l2(rows, offsets):
-    """Let the L2 cache fetch a tile's rows, of which each thread fetches one line of 128 bytes or two.
+    """Let the L2 cache fetch a tile's rows, of which each thread fetches an eighth.
 
     Copies of a tile begin when its stages are free, and shared memory has room for two tiles.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
     VEC: gl.constexpr = 128 // rows.latents.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
     offsets = gl.convert_layout(offsets, gl.SliceLayout(1, LAYOUT)) * VEC
-    lines = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) * (8 * VEC)
+    EACH: gl.constexpr = 8 if rows.rope is None else 5  # pieces of 16 bytes: a record has 41
+    lines = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) * (EACH * VEC)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows.latents + (offsets[:, None] + lines[None, :])],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -126,7 +129,7 @@ def copy_scales(buffer, source, offsets, seen):
     columns = gl.arange(0, SCALES, gl.SliceLayout(0, LAYOUT))
     offsets = gl.convert_layout(offsets, gl.SliceLayout(1, LAYOUT)) * 4
     seen = gl.convert_layout(seen, gl.SliceLayout(1, LAYOUT))[:, None] & (columns < 4)[None, :]
-    copy_async(buffer, (source + columns)[None, :] + offsets[:, None], mask=seen)
+    copy_async(buffer.permute((1, 0)), (source + columns)[None, :] + offsets[:, None], mask=seen)
 
 
 @gluon.jit
@@ -249,7 +252,9 @@ def convert_tile(PARITY: gl.constexpr, s, element: gl.constexpr, use):
     for i in gl.static_range(4):
         wait(s.raw_full[PARITY * 4 + ORDER[PARITY][i]], use)
         stage = s.kv.index(PARITY * 4 + ORDER[PARITY][i])
-        convert_quarter(stage, s.scales[0].index(PARITY), element, ORDER[PARITY][i])
+        raw = load_raw(stage, element)
+        scale = scales_of(s.scales[0].index(PARITY), ORDER[PARITY][i]).load(gl.SliceLayout(1, raw.type.layout))
+        store_converted(stage, raw.to(gl.float32) * scale[:, None])
         mbarrier.arrive(s.full[PARITY * 4 + ORDER[PARITY][i]], count=1)
 
 
@@ -261,21 +266,23 @@ def convert_latents(latents, element: gl.constexpr, program):
     n = 0
     while item <= program.part.last_seq:
         for _ in range(work_of(program, item, known, first, 0).count):
-            scales = latents.scales[0].index(latents.place_of(n))
             for i in gl.static_range(4):
                 stage = quarters.stage_of(n + i)
                 wait_at(latents.raw_full[0], stage, (n + i) // quarters.STAGES)
-                convert_quarter(quarters.tiles.index(stage), scales, element, i)
+                store_converted(quarters.tiles.index(stage), load_raw(quarters.tiles.index(stage), element))
                 mbarrier.arrive(quarters.full.index(stage), count=1)
             n += 4
         item, known, first = next_sequence(program, item, 0)
 
 
 @gluon.jit
-def convert_quarter(stage, scales, element: gl.constexpr, QUARTER_I: gl.constexpr):
-    """Convert a quarter of a tile in its stage."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    raw = raw_tile(stage, element).slice(0, TILE).load(LAYOUT).to(gl.float32)
-    scale = scales.slice(QUARTER_I, 1, dim=1).load(LAYOUT)
-    stage.store((raw * scale).to(stage.dtype))
+def load_raw(stage, element: gl.constexpr):
+    """Load a quarter of a tile as it arrived in its stage."""
+    return raw_tile(stage, element).slice(0, TILE).load(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def store_converted(stage, numbers):
+    """Store a quarter of a tile, which has been loaded from there, in 16 bits."""
+    stage.store(numbers.to(stage.dtype))
     fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one

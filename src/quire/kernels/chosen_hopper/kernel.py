@@ -82,9 +82,7 @@ def chosen_hopper_kernel(
         queries, outputs, lengths, Items(items - 1), index, gl.num_programs(1), row_block, causal > 0, scale, None,
         config, lists,
     )  # fmt: skip
-    rows = Rows(
-        latents_ptr, rope_ptr, record_scales_ptr, page_table, stride_table, stride_page, stride_slot, num_seqs
-    )
+    rows = Rows(latents_ptr, rope_ptr, record_scales_ptr, page_table, stride_table, stride_page, stride_slot, num_seqs)
     # The lists after the functions: warps and registers of all but the first.
     if COLUMNS < ROWS:
         if RECORDS:

@@ -168,7 +168,10 @@ def propose(request: Request, options: Options) -> tuple[ChosenHopperLaunch, str
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
         return "latents that are not 512 + 64 wide"
     if spec.kv_dtype is not spec.dtype:
-        return "quantised caches"
+        if (spec.dtype, spec.kv_dtype) != (torch.bfloat16, torch.float8_e4m3fn):
+            return "quantised caches other than records of e4m3, whose queries are in bfloat16"
+        if spec.num_q_heads > MAX_COLUMN_ROWS and not spec.allow_fp8:
+            return f"records with more than {MAX_COLUMN_ROWS} heads, which it rounds to bfloat16, without allow_fp8"
     if spec.dtype is torch.float32:
         return "float32"
     if spec.softcap or spec.alibi or spec.sinks:

@@ -31,7 +31,7 @@ class Latents:
     rope: Any  # [tiles, TILE, ROPE]: rope columns, which arrive and are freed with a tile's last quarter
     seen: Any  # chosen keys: 1: lists.Seen, with a place for each tile
     raw_full: Any  # records: 1: a barrier for each stage: the quarter has arrived
-    scales: Any  # records: 1: [tiles, TILE, SCALES]
+    scales: Any  # records: 1: [tiles, SCALES, TILE]
 
     @gluon.jit
     def place_of(self, i):

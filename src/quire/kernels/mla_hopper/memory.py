@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.gluon.pipeline import THREADS, make_barrier
 from quire.kernels.mla_hopper.lists import make_seen
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
@@ -16,7 +17,7 @@ HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
 QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
 ROPE = gl.constexpr(64)  # rope columns
 PANEL = gl.constexpr(64)  # columns of a TMA box
-SCALES = gl.constexpr(8)  # columns of the scales of a record in shared memory: one for each quarter, then zeros
+SCALES = gl.constexpr(8)  # rows of the scales of a tile of records in shared memory: one for each quarter, then zeros
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
 # Quarters of an even and of an odd tile in the order in which they are loaded and multiplied. Both warpgroups multiply
 # the values of the odd tile at the same time. So they free its quarters 0 and 2 first.
@@ -41,7 +42,7 @@ class Shared(NamedTuple):
     raw_full: Any  # fp8 latents: 8 barriers: the quarter has arrived
     peak_full: Any  # fp8 latents with one scale: 1: both warpgroups have stored the absolute maxima of their queries
     seen: Any  # chosen keys: 1: lists.Seen of the even and of the odd tile
-    scales: Any  # records: 1: [2, TILE, SCALES] of the even and of the odd tile
+    scales: Any  # records: 1: [2, SCALES, TILE] of the even and of the odd tile
 
 
 @gluon.jit
@@ -94,4 +95,11 @@ def one_by_one(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def make_scales(PLACES: gl.constexpr):
     """Allocate the scales of records in PLACES tiles."""
-    return gl.allocate_shared_memory(gl.float32, [PLACES, TILE, SCALES], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    return gl.allocate_shared_memory(gl.float32, [PLACES, SCALES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def scales_of(tile, QUARTER_I: gl.constexpr):
+    """Return the scales of a quarter of the records in a tile, of which `tile` has all scales."""
+    rows = reinterpret(tile, gl.float32, [SCALES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return rows.index(QUARTER_I)
