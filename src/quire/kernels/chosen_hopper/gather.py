@@ -95,23 +95,6 @@ def find_rows(rows, keys, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def fetch_into_l2(rows, offsets):
-    """Let the L2 cache fetch a tile's rows, of which each thread fetches an eighth.
-
-    Copies of a tile begin when its stages are free, and shared memory has room for two tiles.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    VEC: gl.constexpr = 128 // rows.latents.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
-    offsets = gl.convert_layout(offsets, gl.SliceLayout(1, LAYOUT)) * VEC
-    EACH: gl.constexpr = 8 if rows.rope is None else 5  # pieces of 16 bytes: a record has 41
-    lines = gl.arange(0, 8, gl.SliceLayout(0, LAYOUT)) * (EACH * VEC)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [rows.latents + (offsets[:, None] + lines[None, :])],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def copy_columns(buffer, source, offsets, seen, FIRST: gl.constexpr):
     """Begin to copy columns of a tile's rows, from column FIRST on. Rows of keys that are not seen become zeros."""
     VEC: gl.constexpr = 128 // buffer.dtype.primitive_bitwidth
@@ -176,7 +159,6 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     full = s.raw_full if len(s.raw_full) > 0 else s.full
     following = find_keys(rows, place, entries, PAGE_SIZE)
     entries = load_entries(place, tile + 2)
-    fetch_into_l2(rows, find_rows(rows, following, PAGE_SIZE))
     offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
     for i in gl.static_range(4):
         wait(s.empty[PARITY * 4 + ORDER[PARITY][i]], use + 1)
