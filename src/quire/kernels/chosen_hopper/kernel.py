@@ -89,10 +89,11 @@ def chosen_hopper_kernel(
             gl.warp_specialize(
                 [
                     (consume_few, (s, program)),
-                    (convert_latents, (s.latents, STORED, program)),
+                    (convert_latents, (EVEN, s.latents, STORED, program)),
+                    (convert_latents, (ODD, s.latents, STORED, program)),
                     (gather_latents, (s.latents, rows, program)),
                 ],
-                [4, WARPS], [128, 96],
+                [4, 4, WARPS], [88, 88, 88],
             )  # fmt: skip
         else:
             gl.warp_specialize(

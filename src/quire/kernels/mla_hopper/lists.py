@@ -40,7 +40,7 @@ class Items(NamedTuple):
 class Seen(NamedTuple):
     """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
 
-    flags: Any  # [places, TILE] int32: 1 for keys that are seen
+    flags: Any  # [places, TILE] int32: 0 for keys that are not seen; 2 for all if all are seen, else 1 for those that are
     full: Any  # barriers: the flags are stored
 
 
@@ -54,19 +54,24 @@ def make_seen(PLACES: gl.constexpr):
 @gluon.jit
 def hand_over_flags(seen, place, keys):
     """Let consumers read which keys of a tile are seen: those of `keys` that are not negative."""
-    seen.flags.index(place).store((keys >= 0).to(gl.int32))
+    flags = (keys >= 0).to(gl.int32)
+    seen.flags.index(place).store(flags + gl.min(flags, 0))
     mbarrier.arrive(seen.full.index(place), count=1)
 
 
 @gluon.jit
 def without_unseen(scores, seen, place, phase, DIM: gl.constexpr):
     """Set scores of keys that are not seen to -inf. Keys are along dimension DIM of the scores."""
+    FIRST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     wait_at(seen.full, place, phase)
-    is_seen = seen.flags.index(place).load(gl.SliceLayout(1 - DIM, scores.type.layout)) > 0
-    if DIM == 0:
-        return gl.where(is_seen[:, None], scores, float("-inf"))
-    else:
-        return gl.where(is_seen[None, :], scores, float("-inf"))
+    flags = seen.flags.index(place)
+    if gl.sum(flags.slice(0, 1).load(FIRST), 0) < 2:
+        is_seen = flags.load(gl.SliceLayout(1 - DIM, scores.type.layout)) > 0
+        if DIM == 0:
+            scores = gl.where(is_seen[:, None], scores, float("-inf"))
+        else:
+            scores = gl.where(is_seen[None, :], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
