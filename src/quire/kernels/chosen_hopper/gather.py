@@ -162,13 +162,12 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
     for i in gl.static_range(4):
         wait(s.empty[PARITY * 4 + ORDER[PARITY][i]], use + 1)
-        if i == 0:
-            hand_over_flags(s.seen[0], PARITY, keys)
-            if len(s.scales) > 0:
-                copy_scales(s.scales[0].index(PARITY), rows.scales, offsets, seen)
+        if i == 0 and len(s.scales) > 0:
+            copy_scales(s.scales[0].index(PARITY), rows.scales, offsets, seen)
         stage, rope = s.kv.index(PARITY * 4 + ORDER[PARITY][i]), s.kv_rope.index(PARITY)
         copy_quarter(rows, stage, rope, offsets, seen, ORDER[PARITY][i], i == 3)
         async_copy.mbarrier_arrive(full[PARITY * 4 + ORDER[PARITY][i]], increment_count=False)
+    hand_over_flags(s.seen[0], PARITY, keys)  # last, as its threads wait for each other
     return following, entries
 
 
@@ -196,13 +195,11 @@ def gather_latents(latents, rows, program):
                 full = quarters.full.index(stage)
                 if len(latents.raw_full) > 0:
                     full = latents.raw_full[0].index(stage)
-                if i == 0:
-                    hand_over_flags(latents.seen[0], latents.place_of(n), keys)
-                    if len(latents.scales) > 0:
-                        scales = latents.scales[0].index(latents.place_of(n))
-                        copy_scales(scales, rows.scales, offsets, seen)
+                if i == 0 and len(latents.scales) > 0:
+                    copy_scales(latents.scales[0].index(latents.place_of(n)), rows.scales, offsets, seen)
                 copy_quarter(rows, quarters.tiles.index(stage), latents.rope_of(n), offsets, seen, i, i == 3)
                 async_copy.mbarrier_arrive(full, increment_count=False)
+            hand_over_flags(latents.seen[0], latents.place_of(n), keys)  # last, as its threads wait for each other
             keys = following
             n += 4
         item, known, first = next_sequence(program, item, 0)

@@ -18,7 +18,8 @@ from quire.kernels.scratch import ScratchSize, counter_bytes
 
 MOST_WAVES = 2  # of programs that have parts of lists
 START, COMBINE = 1.5, 2.0  # what an item costs before its first tile, and the second launch, in tiles
-MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of a row
+MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of its rows
+COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,14 @@ class ChosenHopperLaunch:
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
         heads = self.request.spec.num_q_heads
-        many = power_of_two(self.request.bounds.num_tokens) * heads >= MANY_ROWS
-        parts, columns = (8, WIDTHS[0]) if many else (16, WIDTHS[0] // 4)
+        parts, block_m, columns = min(8, max(2, power_of_two(self.num_splits))), 1, WIDTHS[0]
+        if power_of_two(self.request.bounds.num_tokens) * heads < MANY_ROWS:
+            parts, columns = 16, WIDTHS[0] // 4
+        elif heads >= 8:
+            block_m = COMBINE_NUMBERS // (parts * columns)
         return {
-            "NUM_HEADS": heads, "PARTIAL_ROWS": self.partial_rows, "BLOCK_M": 1, "PARTS": parts, "COLUMNS": columns,
-            "num_warps": 4, "launch_pdl": True,
+            "NUM_HEADS": heads, "PARTIAL_ROWS": self.partial_rows, "BLOCK_M": block_m, "PARTS": parts,
+            "COLUMNS": columns, "num_warps": 4, "launch_pdl": True,
         }  # fmt: skip
 
     def combine_grid(self, num_tokens: int) -> tuple[int, int, int]:
