@@ -1,4 +1,4 @@
-"""The kernel of chosen keys over latents for Hopper GPUs against the oracle: heads, records, parts, graphs, repeated runs."""
+"""The kernel of chosen keys for Hopper GPUs against the oracle: heads, records, parts, graphs, repeated runs."""
 
 import random
 from dataclasses import replace

@@ -6,10 +6,10 @@ finds them once. Entries are read two tiles ahead of the rows, and page numbers 
 
 The producer waits for no copy. Copies let a barrier complete when they are (`pipeline.SmemPipeline.commit_copies`).
 
-Records of `fp8_ds_mla` arrive in the stages that their numbers in bfloat16 will have: a raw quarter fills the first half
-of its stage. A warpgroup reads it and writes bfloat16 over it, once for all rows of queries. It multiplies the numbers by
-their scales where a row block has more than 32 rows, which rounds them. Otherwise that is exact, and consumers multiply
-products and probabilities by the scales.
+Records of `fp8_ds_mla` arrive in the stages that their numbers in bfloat16 will have: a raw quarter fills the first
+half of its stage. A warpgroup reads it and writes bfloat16 over it, once for all rows of queries. It multiplies the
+numbers by their scales where a row block has more than 32 rows, which rounds them. Otherwise that is exact, and
+consumers multiply products and probabilities by the scales.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from quire.kernels.gluon.compat import copy_async
 from quire.kernels.gluon.pipeline import wait, wait_at
 from quire.kernels.mla_hopper.lists import hand_over_flags
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, scales_of
-from quire.kernels.mla_hopper.producer import brings_rope, raw_tile
+from quire.kernels.mla_hopper.producer import raw_tile
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 

@@ -1,8 +1,8 @@
 """The kernel of chosen keys over latents for Hopper GPUs, in Gluon: the consumers of `mla_hopper` over gathered rows.
 
 Grid: [row blocks, programs]. A program owns a row block of query heads, and every so many-th item: a query token and a
-part of its list (`mla_hopper/lists.py`). A row block of 64 heads has two consumers (`mla_hopper/many_rows.py`), one of at
-most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`gather.py`), and four more convert records.
+part of its list (`mla_hopper/lists.py`). A row block of 64 heads has two consumers (`mla_hopper/many_rows.py`), one of
+at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`gather.py`), and more convert records.
 """
 
 from triton.experimental import gluon

@@ -37,8 +37,9 @@ def mla_combine_kernel(
         outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
         base = (row_block * num_partitions + cut.first) * 2
         combine_partials(
-            outputs, cut.number, base, q_start, q_len, row_block, False, NUM_HEADS, PARTIAL_ROWS, BLOCK_M, PARTS, COLUMNS
-        )
+            outputs, cut.number, base, q_start, q_len, row_block, False,
+            NUM_HEADS, PARTIAL_ROWS, BLOCK_M, PARTS, COLUMNS,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["width", "stride_lens", "num_splits", "num_seqs", "stride_lse"])

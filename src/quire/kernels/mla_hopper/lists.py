@@ -40,7 +40,9 @@ class Items(NamedTuple):
 class Seen(NamedTuple):
     """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
 
-    flags: Any  # [places, TILE] int32: 0 for keys that are not seen; 2 for all if all are seen, else 1 for those that are
+    flags: (
+        Any  # [places, TILE] int32: 0 for keys that are not seen; 2 for all if all are seen, else 1 for those that are
+    )
     full: Any  # barriers: the flags are stored
 
 
