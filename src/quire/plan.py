@@ -26,6 +26,7 @@ from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
 from quire.kernels import ranges, scratch, times
 from quire.kernels.chosen import launch as chosen_keys
+from quire.kernels.chosen_hopper import launch as chosen_hopper
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.hopper import choice as hopper
 from quire.kernels.launch import Launch, Runner, alike, kernels_of
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Proposal] = {
     "mla": mla.propose,
     "hopper": hopper.propose,
     "portable": portable.propose,
+    "chosen_hopper": chosen_hopper.propose,
     "chosen": chosen_keys.propose,
 }
 
@@ -105,7 +107,7 @@ class Plan:
     def kernel(self) -> str:
         """Name of the kernel family.
 
-        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "torch" or "shared_prefix".
+        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "chosen_hopper", "torch" or "shared_prefix".
         """
         return self.launch.name
 
@@ -230,10 +232,10 @@ def plan(
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
-            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; "chosen" for the kernels for
-            chosen keys; the fastest when not given. A plan is made before the cache is known. If a kernel for Hopper
-            GPUs does not serve the cache's pages, strides or scales, the fallback that the plan names does;
-            `launch_for` says which one it is.
+            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
+            the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
+            plan is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages,
+            strides or scales, the fallback that the plan names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
