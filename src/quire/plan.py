@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
 from quire import log
 from quire.batch import Batch
@@ -24,8 +23,8 @@ from quire.dispatch.constants import CHOICES
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
 from quire.errors import UnsupportedError
-from quire.kernels import ranges, scratch
-from quire.kernels.choose import FAMILIES, choose, predicted, predicted_us, variants
+from quire.kernels import ranges, scratch, times
+from quire.kernels.choose import FAMILIES, NONE_CHOSEN, choose, predicted, predicted_us, variants
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.portable.runner import PortableRunner
@@ -89,7 +88,7 @@ class Plan:
     def kernel(self) -> str:
         """Name of the kernel family.
 
-        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "torch" or "shared_prefix".
+        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "chosen_hopper", "torch" or "shared_prefix".
         """
         return self.launch.name
 
@@ -257,10 +256,10 @@ def plan(
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
-            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; "chosen" for the kernels for
-            chosen keys; the fastest when not given. A plan is made before the cache is known. If a kernel for Hopper
-            GPUs does not serve the cache's pages, strides or scales, the fallback that the plan names does;
-            `launch_for` says which one it is.
+            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
+            the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
+            plan is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages,
+            strides or scales, the fallback that the plan names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
@@ -309,12 +308,13 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     options = Options(num_splits, config, batch_invariant, kernel)
     launch, reason = decide_launch(spec, batch, bounds, options, levels)
-    if log.PLAN.isEnabledFor(log.DEBUG):
-        log_decision(spec, batch, bounds, options, launch, reason)
     if workspace is not None:
         check_counters(launch)
     asked = Asked(encode(spec), encode_options(options), shared.flattened(levels))
-    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    made = make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    if log.PLAN.isEnabledFor(log.DEBUG):
+        log_decision(made, options)
+    return made
 
 
 def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tensor | None = None) -> Plan:
@@ -357,14 +357,19 @@ def decide_once(request: Request, options: Options) -> tuple[Launch, str]:
 CHOICES.append(decide_once)
 
 
-def log_decision(
-    spec: AttentionSpec, batch: Batch, bounds: Bounds, options: Options, launch: Launch, reason: str
-) -> None:
+def log_decision(made: Plan, options: Options) -> None:
     """Say what was asked, which launch was chosen and why, if it was not chosen for this spec and reason before."""
-    asked = [words_of_batch(batch, bounds, launch), log.words_of(spec)]
+    asked = [words_of_batch(made.batch, made.bounds, made.launch), log.words_of(made.spec)]
     asked += [f"{name}={value}" for name, value in options._asdict().items() if value not in (None, False)]
-    chosen = "; ".join([f"{launch}", reason, *passed_over(launch, options)])
-    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}", (spec, options, chosen))
+    chosen = "; ".join([f"{made.launch}", made.reason, *passed_over(made.launch, options)])
+    time = time_said(made)
+    predicted = "" if time is None else f"; {log.micros(time)} µs predicted"
+    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}{predicted}", (made.spec, options, chosen))
+
+
+def time_said(made: Plan) -> float | None:
+    """Return the µs that a plan predicts; None where it predicts none."""
+    return getattr(made, "predicted_us", None)
 
 
 def passed_over(launch: Launch, options: Options) -> list[str]:
@@ -374,7 +379,7 @@ def passed_over(launch: Launch, options: Options) -> list[str]:
         return said
     _, refusals = variants(launch.request, options)
     for name in FAMILIES:
-        if name.startswith("mla") == launch.request.spec.latent and name in refusals:
+        if name.startswith("mla") == launch.request.spec.latent and refusals.get(name, NONE_CHOSEN) != NONE_CHOSEN:
             said.append(f"{name} does not serve {refusals[name]}")
     return said
 
@@ -441,9 +446,18 @@ def make_plan(
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
     runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
-    if ranges.NVTX or profiler._is_profiler_enabled:
-        runner = ranges.in_range(runner, f"quire {launch.name}: {words_of_batch(batch, bounds, launch)}")
-    return Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    made = Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    return watched(made) if log.LAUNCH.isEnabledFor(log.DEBUG) or ranges.are_on() else made
+
+
+def watched(made: Plan) -> Plan:
+    """Return a plan whose calls are timed if `quire.launch` speaks, and have ranges while a profiler is on."""
+    runner, words = made.runner, words_of_batch(made.batch, made.bounds, made.launch)
+    if log.is_on(log.LAUNCH) and made.asked is not None:  # a warm-up's plans have no keys
+        runner = times.timed(runner, made.launch, words, time_said(made), made.batch.device)
+    if ranges.are_on():
+        runner = ranges.in_range(runner, f"quire {made.launch.name}: {words}")
+    return replace(made, runner=runner)
 
 
 def check_counters(launch: Launch) -> None:

@@ -978,7 +978,7 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
 )
 def test_attention_to_chosen_keys_compiles_and_fits(target, features):
     with compiling(TARGETS[target]) as compiled:
-        plan = launches.attend_to_chosen(features)
+        plan = launches.attend_to_chosen(features, kernel="chosen")
     kernel, *combine = compiled  # of a few tokens, lists are cut
     assert plan.kernel == "chosen" and kernel.kernel.startswith("chosen_")
     assert [each.kernel for each in combine] == (["combine_chosen_kernel"] if plan.launch.num_splits > 1 else [])
@@ -988,6 +988,39 @@ def test_attention_to_chosen_keys_compiles_and_fits(target, features):
             # Blocks of 64 heads leave few registers for what is carried, with Triton 3.9.0 none.
             few, many = (88, 608) if triton.__version__ == "3.9.0" else (BY_CHOICE, 96)
             assert each.spills <= (many if plan.launch.config.block_m == 64 else few), each
+
+
+@pytest.mark.hopper
+@pytest.mark.each_kind
+@of_tritons_in_use
+@pytest.mark.parametrize("are_slots", [True, extended(False)])
+@pytest.mark.parametrize(
+    ("num_q_heads", "layout"),
+    [
+        (16, "NHD"),
+        (16, "fp8_ds_mla"),
+        extended(32, "NHD"),
+        extended(32, "fp8_ds_mla"),
+        (128, "NHD"),
+        (128, "fp8_ds_mla"),
+    ],
+)
+def test_the_kernel_of_chosen_keys_for_hopper_gpus_does_not_spill(num_q_heads, layout, are_slots):
+    """Row blocks of 64 and of 32 rows hold 128 registers of the output in each consumer."""
+    records = {} if layout == "NHD" else {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": num_q_heads > 32}
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, causal=not are_slots, **records)
+    lens, table = torch.zeros(8, dtype=torch.int32), torch.zeros(8, 64, dtype=torch.int32)
+    lists = quire.ChosenKeys(torch.zeros(8, 2048, dtype=torch.int32), lens, are_slots=are_slots)
+    with compiling(TARGETS["sm90"]) as compiled:
+        plan = quire.plan(spec, quire.Batch(table, lens, chosen=lists), max_query_len=1, max_seq_len=4096)
+        cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+        quire.attention(torch.empty(8, num_q_heads, 576, dtype=torch.bfloat16), cache, plan, return_lse=True)
+    assert plan.kernel == "chosen_hopper"
+    kernel, combine = compiled
+    assert (kernel.kernel, combine.kernel) == ("chosen_hopper_kernel", "combine_lists_kernel")
+    assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
+    assert kernel.spills <= {16: 0, 32: 240}.get(num_q_heads, ON_THE_STACK["mla_hopper_kernel"]), kernel
+    assert combine.spills == 0, combine
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from quire.dispatch.predict import Numbers, micros, times
 from quire.dispatch.request import Options, Request
 from quire.errors import UnsupportedError
 from quire.kernels.chosen import launch as chosen_keys
+from quire.kernels.chosen_hopper import launch as chosen_hopper
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch, once
@@ -26,7 +27,8 @@ from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
-FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen"  # as `plan(kernel=...)` names them
+FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen"  # as `plan(kernel=...)` names them
+CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
 FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 
@@ -40,15 +42,11 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
         within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
     """
     is_latent, kernel = request.spec.latent, options.kernel
-    chosen = chosen_keys.variants(request, options, within)
     if request.chosen is not None:
-        refusals = {name: "chosen keys" for name in FAMILIES if name != "chosen"}
-        if isinstance(chosen, str):
-            return {}, refusals | {"chosen": chosen}
-        return (dict(chosen) if kernel in (None, "chosen") else {}), refusals
+        return variants_of_chosen(request, options, within)
     own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
     of_others = "latents" if is_latent else "keys and values that aren't latents"
-    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | {"chosen": str(chosen)}
+    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
     found: dict[str, Launch] = {}
     base = (mla if is_latent else portable).variants(request, options, within)
     if isinstance(base, str):
@@ -63,6 +61,22 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
             refusals[fast] = faster
         else:
             found |= faster
+    return found, refusals
+
+
+def variants_of_chosen(request: Request, options: Options, within: bool) -> tuple[dict[str, Launch], dict[str, str]]:
+    """Return what `variants` does, of chosen keys.
+
+    Their times are not predicted. Where the kernel for Hopper GPUs serves them, it is the only variant.
+    """
+    refusals = {name: "chosen keys" for name in FAMILIES if name not in CHOSEN}
+    found: dict[str, Launch] = {}
+    for name, family in zip(CHOSEN, (chosen_hopper, chosen_keys), strict=True):
+        own = family.variants(request, options, within)
+        if isinstance(own, str):
+            refusals[name] = own
+        elif options.kernel in (None, name) and (within or not found):
+            found |= own
     return found, refusals
 
 
