@@ -1,8 +1,8 @@
 """Predict how long a launch takes: the floors of bytes and of products, or its programs' rounds, and the combine.
 
 A program attends to items one after the other: row blocks, or parts of their keys. An item takes some time to begin,
-and some for each tile of keys. There are as many programs at once as the device holds. Where memory takes longer to
-deliver the bytes, or tensor cores to multiply, these decide. Partials are combined afterwards.
+and some for each tile of keys. There are as many programs at once as the device holds. They take no less than tensor
+cores take to multiply. Loads are in flight meanwhile: of both, the longer counts most. Partials are combined afterwards.
 
 The numbers of a variant are fitted by `quire tune fit` to what `quire tune sweep` measured.
 """
@@ -10,7 +10,7 @@ The numbers of a variant are fitted by `quire tune fit` to what `quire tune swee
 import math
 from typing import NamedTuple
 
-POWER, POWER_ALONE = 2.0, 1.5  # of the norm by which the largest of three times counts most; of one program an SM
+POWER, POWER_ALONE = 2.0, 1.5  # of the norm by which the longer of two times counts most; of one program an SM
 
 
 class Work(NamedTuple):
