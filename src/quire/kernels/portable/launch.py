@@ -168,7 +168,8 @@ class PortableLaunch:
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
         keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
         if self.num_partitions:
-            keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
+            unit = self.fixed_split_size or self.config.block_n
+            keys.add(key_of("schedule", *absent, self.has_combine_launch, unit, **self.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
