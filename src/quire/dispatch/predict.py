@@ -2,7 +2,7 @@
 
 A program attends to items one after the other: row blocks, or parts of their keys. An item takes some time to begin,
 and some for each tile of keys. There are as many programs at once as the device holds. They take no less than tensor
-cores take to multiply. Loads are in flight meanwhile: of both, the longer counts most. Partials are combined afterwards.
+cores take to multiply. Loads are in flight meanwhile: of both, the longer counts most. Partials are combined later.
 
 The numbers of a variant are fitted by `quire tune fit` to what `quire tune sweep` measured.
 """
