@@ -134,6 +134,11 @@ def test_a_wheel_has_the_package_and_its_data_alone(name, data, archives):
 
 
 @needs_git
+def test_the_wheel_of_the_library_is_smaller_than_1_mb(archives):
+    assert wheel_of(archives, "quire").stat().st_size < 1 << 20
+
+
+@needs_git
 def test_the_tools_have_the_version_and_the_licence_of_the_library(archives):
     facts, licences = {}, {}
     for name in FOLDERS:

@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
 from quire import log
 from quire.batch import Batch
@@ -25,7 +24,7 @@ from quire.dispatch.device import device_properties, interprets, is_served_by_to
 from quire.dispatch.request import Bounds, Options, Request
 from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
-from quire.kernels import ranges, scratch
+from quire.kernels import ranges, scratch, times
 from quire.kernels.chosen import launch as chosen_keys
 from quire.kernels.chosen_hopper import launch as chosen_hopper
 from quire.kernels.cpu import launch as cpu
@@ -285,12 +284,13 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     options = Options(num_splits, config, batch_invariant, kernel)
     launch, reason = decide_launch(spec, batch, bounds, options, levels)
-    if log.PLAN.isEnabledFor(log.DEBUG):
-        log_decision(spec, batch, bounds, options, launch, reason)
     if workspace is not None:
         check_counters(launch)
     asked = Asked(encode(spec), encode_options(options), shared.flattened(levels))
-    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    made = make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    if log.PLAN.isEnabledFor(log.DEBUG):
+        log_decision(made, options)
+    return made
 
 
 def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tensor | None = None) -> Plan:
@@ -335,14 +335,19 @@ def decide_once(request: Request, options: Options, families: tuple[tuple[str, P
 CHOICES.append(decide_once)
 
 
-def log_decision(
-    spec: AttentionSpec, batch: Batch, bounds: Bounds, options: Options, launch: Launch, reason: str
-) -> None:
+def log_decision(made: Plan, options: Options) -> None:
     """Say what was asked, which launch was chosen and why, if it was not chosen for this spec and reason before."""
-    asked = [words_of_batch(batch, bounds, launch), log.words_of(spec)]
+    asked = [words_of_batch(made.batch, made.bounds, made.launch), log.words_of(made.spec)]
     asked += [f"{name}={value}" for name, value in options._asdict().items() if value not in (None, False)]
-    chosen = "; ".join([f"{launch}", reason, *passed_over(launch, options)])
-    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}", (spec, options, chosen))
+    chosen = "; ".join([f"{made.launch}", made.reason, *passed_over(made.launch, options)])
+    time = time_said(made)
+    predicted = "" if time is None else f"; {log.micros(time)} µs predicted"
+    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}{predicted}", (made.spec, options, chosen))
+
+
+def time_said(made: Plan) -> float | None:
+    """Return the µs that a plan predicts; None where it predicts none."""
+    return getattr(made, "predicted_us", None)
 
 
 def passed_over(launch: Launch, options: Options) -> list[str]:
@@ -480,9 +485,18 @@ def make_plan(
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
     runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
-    if ranges.NVTX or profiler._is_profiler_enabled:
-        runner = ranges.in_range(runner, f"quire {launch.name}: {words_of_batch(batch, bounds, launch)}")
-    return Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    made = Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    return watched(made) if log.LAUNCH.isEnabledFor(log.DEBUG) or ranges.are_on() else made
+
+
+def watched(made: Plan) -> Plan:
+    """Return a plan whose calls are timed if `quire.launch` speaks, and have ranges while a profiler is on."""
+    runner, words = made.runner, words_of_batch(made.batch, made.bounds, made.launch)
+    if log.is_on(log.LAUNCH) and made.asked is not None:  # a warm-up's plans have no keys
+        runner = times.timed(runner, made.launch, words, time_said(made), made.batch.device)
+    if ranges.are_on():
+        runner = ranges.in_range(runner, f"quire {made.launch.name}: {words}")
+    return replace(made, runner=runner)
 
 
 def check_counters(launch: Launch) -> None:

@@ -59,7 +59,7 @@ MORE_ON_THE_STACK = {"3.7.1": 56, "3.8.0": 56}.get(triton.__version__, 0)
 # Most instructions that use it in a consumer's loop, in a tile that raises no maximum. GPUs were measured with 3.6.0.
 IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
-ON_THE_STACK_OF_INTERVALS = 96  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
+ON_THE_STACK_OF_INTERVALS = 104  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
 ON_THE_STACK_OF_E4M3_OUTPUTS = 136  # of head_dim 256 with Triton 3.9.0, outside of the loops of the consumers
 ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with 3.6.0
 
@@ -597,7 +597,7 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
 @pytest.mark.parametrize(
     ("target", "lens", "heads", "rows", "on_the_stack"),
     [
-        ("sm90", (1, 4096, 4096), (32, 8, 128), 64, (48, 104)),
+        ("sm90", (1, 4096, 4096), (32, 8, 128), 64, (48, 112)),
         extended("sm90", (32, 8, 4096), (32, 8, 128), 32, (0, 0)),
         extended("sm90", (32, 8, 4096), (64, 8, 64), 64, (120, 160)),
         extended("sm90", (1, 2048, 2048), (16, 8, 256), 64, (712, 728)),
