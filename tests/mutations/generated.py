@@ -46,6 +46,7 @@ HOPPER = (
 LATENTS = (
     SIMULATED + "latents", SIMULATED + "pages_of_latents", SIMULATED + "lengths_of_latents",
     SIMULATED + "products_of_latents_in_fp8", SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents",
+    SIMULATED + "chosen_keys_of_latents",
 )  # fmt: skip
 ROTATIONS = (
     NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step",

@@ -19,6 +19,7 @@ from quire.kernels.scratch import ScratchSize, counter_bytes
 MOST_WAVES = 2  # of programs that have parts of lists
 START, COMBINE = 1.5, 2.0  # what an item costs before its first tile, and the second launch, in tiles
 PARTS_ALIKE = 2, 4, 8  # numbers of parts that stand for all others
+PARTIAL_ROW = 1 / 1280  # what a row of a partial costs there (NVIDIA H200, 2026-11-29)
 MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of its rows
 COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
 
@@ -220,7 +221,8 @@ def choose_num_splits(launch: ChosenHopperLaunch) -> int:
 
     def cost(splits: int) -> float:
         items = cdiv(tokens * splits, launch.programs_at_once)
-        return items * (START + cdiv(tiles, splits)) + (COMBINE if splits > 1 else 0.0)
+        combine = COMBINE + PARTIAL_ROW * tokens * splits * request.spec.num_q_heads if splits > 1 else 0.0
+        return items * (START + cdiv(tiles, splits)) + combine
 
     most = min(tiles, MOST_WAVES * request.device.num_sms // (tokens * launch.row_blocks))
     return min(range(1, most + 1), key=cost, default=1)
