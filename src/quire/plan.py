@@ -362,14 +362,9 @@ def log_decision(made: Plan, options: Options) -> None:
     asked = [words_of_batch(made.batch, made.bounds, made.launch), log.words_of(made.spec)]
     asked += [f"{name}={value}" for name, value in options._asdict().items() if value not in (None, False)]
     chosen = "; ".join([f"{made.launch}", made.reason, *passed_over(made.launch, options)])
-    time = time_said(made)
+    time = made.predicted_us
     predicted = "" if time is None else f"; {log.micros(time)} µs predicted"
     log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}{predicted}", (made.spec, options, chosen))
-
-
-def time_said(made: Plan) -> float | None:
-    """Return the µs that a plan predicts; None where it predicts none."""
-    return getattr(made, "predicted_us", None)
 
 
 def passed_over(launch: Launch, options: Options) -> list[str]:
@@ -454,7 +449,7 @@ def watched(made: Plan) -> Plan:
     """Return a plan whose calls are timed if `quire.launch` speaks, and have ranges while a profiler is on."""
     runner, words = made.runner, words_of_batch(made.batch, made.bounds, made.launch)
     if log.is_on(log.LAUNCH) and made.asked is not None:  # a warm-up's plans have no keys
-        runner = times.timed(runner, made.launch, words, time_said(made), made.batch.device)
+        runner = times.timed(runner, made.launch, words, made.predicted_us, made.batch.device)
     if ranges.are_on():
         runner = ranges.in_range(runner, f"quire {made.launch.name}: {words}")
     return replace(made, runner=runner)
