@@ -1020,7 +1020,7 @@ def test_the_kernel_of_chosen_keys_for_hopper_gpus_does_not_spill(num_q_heads, l
     kernel, combine = compiled
     assert (kernel.kernel, combine.kernel) == ("chosen_hopper_kernel", "combine_lists_kernel")
     assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
-    assert kernel.spills <= {16: 0, 32: 240}.get(num_q_heads, ON_THE_STACK["mla_hopper_kernel"]), kernel
+    assert kernel.spills <= {16: 0, 32: 300}.get(num_q_heads, ON_THE_STACK["mla_hopper_kernel"]), kernel
     assert combine.spills == 0, combine
 
 

@@ -34,6 +34,7 @@ ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
+GATHERED, CHOSEN_LATENTS = "kernels/chosen_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
@@ -595,6 +596,33 @@ IN_INTERPRETER = {
         "s.alpha.index(stage).store(alpha)",
         "s.alpha.index(stage).store(gl.zeros_like(alpha) + 1.0)",
         ORDERS_OF_PRODUCTS,
+    ),
+    "chosen keys on Hopper: an entry after the count": Mutant(
+        GATHERED, "mask=i < place.count, other=-1", "mask=i <= place.count, other=-1", CHOSEN_LATENTS
+    ),
+    "chosen keys on Hopper: a tile with keys that are not seen taken for a full one": Mutant(
+        LATENTS + "lists.py",
+        "flags.slice(0, 1).load(FIRST), 0) < 2",
+        "flags.slice(0, 1).load(FIRST), 0) < 1",
+        CHOSEN_LATENTS,
+    ),
+    "chosen keys on Hopper: copies not waited for": Mutant(
+        GATHERED,
+        "async_copy.mbarrier_arrive(full, increment_count=False)",
+        "mbarrier.arrive(full, count=128)",
+        CHOSEN_LATENTS,
+    ),
+    "chosen keys on Hopper: a place overwritten": Mutant(
+        GATHERED,
+        "stage = quarters.acquire(n + i)",
+        "stage = quarters.stage_of(n + i)",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_of_chosen_keys",
+    ),
+    "chosen keys on Hopper: the next part": Mutant(
+        LATENTS + "combine.py",
+        "slots = (base + part * gl.num_programs(1))",
+        "slots = (base + part)",
+        CHOSEN_LATENTS,
     ),
 }
 
