@@ -40,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PROCESSES := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores > 3 ? 3 : 2)))
 IN_PARALLEL := -n $(PROCESSES) --dist worksteal
 
-.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-interpreter test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu test-installs sanitize clean
+.PHONY: help demo docs dist test test-suites test-quick test-extended test-newest test-interpreter test-old-triton test-old-interpreter test-engines-triton test-mutants test-matrix list-matrix test-old-transformers test-newest-engines test-vllm test-sglang check test-gpu speed test-installs sanitize clean
 help:
 	@echo "make demo      continue a few prompts with the demo model; needs no GPU"
 	@echo "make test      run every suite that needs no GPU, with the newest versions and the oldest compiler, two at a time; soonest: make -j2 -O test"
@@ -49,9 +49,10 @@ help:
 	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
 	@echo "make test-mutants  break the package in some 200 generated ways; too few that are noticed are a failure"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
-	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README there"
+	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README and the archive's tests there"
 	@echo "make check     run ruff, ruff format and pyright"
 	@echo "make test-gpu  run the GPU suite; PY=python3 uses your own environment (torch, triton, pytest, pytest-xdist, hypothesis); AS=sm80 runs an older card's code there"
+	@echo "make speed     measure a dozen cases on this GPU, and say which became slower than in the runs that HISTORY=FILE.json has"
 	@echo "make sanitize  run every kernel under compute-sanitizer: memcheck, synccheck, racecheck; needs a GPU"
 	@echo "make docs      build the documentation site into build/site"
 	@echo "make clean     remove .venv and what builds and tests left behind"
@@ -208,7 +209,7 @@ dist: $(VENV)/.ready
 	rm -rf dist
 	$(BIN)/python -m build
 	$(BIN)/python -m build tools --outdir dist
-	$(BIN)/python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl $(TORCH)
+	$(BIN)/python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl dist/quire-*.tar.gz $(TORCH)
 
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
@@ -227,6 +228,13 @@ GPU_JOBS ?= 8
 AS :=  # make has a program of this name
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
 	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+
+# A workflow runs it every night where there is a runner with a GPU.
+HISTORY ?= build/history.json
+speed: $(VENV)/.ready
+	@mkdir -p $(dir $(HISTORY))
+	$(BIN)/quire bench run --quick --peers Quire --output build/speed
+	$(BIN)/python scripts/keep_history.py build/speed $(HISTORY)
 
 # The pages are built from Markdown and docstrings: nothing of Quire is imported, so no torch is installed.
 $(DOCS)/.ready: pyproject.toml

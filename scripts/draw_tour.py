@@ -25,7 +25,7 @@ from quire import intervals as made
 from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
-from quire.kernels.portable.choice import choose
+from quire.kernels.choose import variants
 from quire.kernels.portable.schedule import PART_FIELDS
 from quire.kernels.scheduler import Scheduler
 from quire.targets import TARGETS
@@ -174,12 +174,13 @@ def find_partitions(seq_lens: list[int]) -> tuple[Any, list[tuple[int, int]]]:
     """Return the launch that an H200 gets for decoding sequences, and the tiles of each of its partitions."""
     bounds = Bounds(1, max(seq_lens), len(seq_lens))
     request = Request(HEADS, len(seq_lens), False, bounds, TARGETS["sm90"].properties)
-    launch: Any = choose(request, Options())[0]
+    found, _ = variants(request, Options())
+    launch: Any = next(launch for name, launch in found.items() if name.endswith("joined"))
     lengths = torch.tensor(seq_lens, dtype=torch.int32)
     search = launch.search(launch.config.block_n)
     meta = {name: value for name, value in search.meta.items() if name != "launch_pdl"} | {"PDL": False}
-    found: Any = SimpleNamespace(search=lambda asked: search._replace(meta=meta))  # the interpreter knows no PDL
-    schedule = Scheduler(found, quire.Batch(lengths[:, None], lengths))
+    searching: Any = SimpleNamespace(search=lambda asked: search._replace(meta=meta))  # the interpreter knows no PDL
+    schedule = Scheduler(searching, quire.Batch(lengths[:, None], lengths))
     schedule.find(launch.config.block_n)
     assert schedule.tensors is not None
     parts = schedule.tensors[0][: launch.num_partitions * PART_FIELDS.value].view(-1, PART_FIELDS.value)

@@ -11,18 +11,20 @@ A place in a page is everything between `<!-- headline NAME -->` and `<!-- end -
 """
 
 import argparse
+import json
 import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from quire_tools.bench.ratios import best_other
 from quire_tools.bench.results import QUIRE, Report, Row, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
-PAGES = ("README.md", "docs/README.md", "docs/why.md", "docs/results/README.md")
+PAGES = ("README.md", "docs/README.md", "docs/why.md", "docs/vllm.md", "docs/sglang.md", "docs/results/README.md")
 NAMES = {  # how names of libraries begin, and what a headline calls them
     "FlashAttention 3": "FlashAttention 3",
     "FlashInfer": "FlashInfer",
@@ -101,41 +103,22 @@ def micros(time: float, is_best: bool = False) -> str:
     return f"**{text}**" if is_best else text
 
 
-def summary(*reports: tuple[str, Report, dict[str, tuple[str, ...]]]) -> str:
-    """Return an item for each report, with its name after the GPU's: means by group of kinds, peers, slower cases."""
-    items = []
+def glance(*reports: tuple[str, Report, dict[str, tuple[str, ...]]]) -> str:
+    """Return a small table, a column for each report: means by group of kinds, and in how many cases Quire is slower.
+
+    It has to fit on a phone.
+    """
+    columns = []
     for name, report, kinds in reports:
         by_case = {row.case: row.kind for row in report.rows}
         found = speedups(report.rows)
-        means = [
-            f"{group} {'' if number else 'run '}{statistics.geometric_mean(some):.2f}×{'' if number else ' as fast'}"
-            for number, (group, of) in enumerate(kinds.items())
-            if (some := [ratio for case, ratio in found.items() if by_case[case] in of])
-        ]
-        facts = report.provenance
-        items.append(
-            f"* **{facts.device}{name}**: {', '.join(means)}.\n"
-            f"  {len(found)} cases, {facts.date}, against {libraries(report)}.\n"
-            f"  {slower(report, found)}\n"
-        )
-    return "".join(items)
-
-
-def slower(report: Report, found: dict[str, float]) -> str:
-    """Return in how many cases another library is faster: where they are few, which, and otherwise the slowest."""
-    rows = {row.case: row for row in report.rows}
-    cases = sorted((case for case, ratio in found.items() if ratio < 1), key=lambda case: found[case])
-    if not cases:
-        return "No other library is faster in any."
-    count = f"Another library is faster in {len(cases)} of them"
-    if len(cases) > FEW:
-        return f"{count}; in the slowest ({cases[0]}), Quire runs {found[cases[0]]:.2f}× as fast."
-    named = []
-    for case in cases:
-        best = best_other(rows[case])
-        assert best is not None
-        named.append(f"{case} ({best[0]} {micros(best[1])} µs, Quire {micros(rows[case].times[QUIRE])} µs)")
-    return f"{count}: {' and '.join(named)}."
+        groups = [[ratio for case, ratio in found.items() if by_case[case] in of] for of in kinds.values()]
+        means = [f"{statistics.geometric_mean(some):.2f}×" for some in groups]
+        device = report.provenance.device.split()[1]
+        slower = f"{sum(ratio < 1 for ratio in found.values())} of {len(found)}"
+        columns.append([f"{device}{name}", *means, *[""] * (3 - len(means)), slower])
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(GLANCE, *columns, strict=True)]
+    return "\n".join([lines[0], f"{'| --- ' * (len(columns) + 1)}|", *lines[1:]]) + "\n"
 
 
 def losses(*reports: Report) -> str:
@@ -179,7 +162,124 @@ def invariant(report: Report) -> str:
     return f"On an {report.provenance.device}, {', '.join(words[:-1])} and {words[-1]}.\n"
 
 
-FEW = 2  # slower cases that a headline names
+def read(name: str) -> dict[str, Any]:
+    """Return a JSON file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+VLLM_ROWS = {  # by what was measured, and of how much
+    ("latency", "1600"): "one request, 500 + 1,600 tokens",
+    ("load", "8"): "8 requests at once",
+    ("load", "32"): "32 requests at once",
+    ("load", "128"): "128 requests at once",
+    ("prompt", "15000"): "one prompt of 15,000 tokens",
+    ("prompts", "8"): "8 prompts at once, one output each",
+    ("prompts", "32"): "32 prompts at once",
+    ("prompts", "128"): "128 prompts at once",
+}
+
+
+def times_as_fast(run: dict[str, Any], other: str) -> dict[tuple[str, str], float]:
+    """Return by what was measured in vLLM how many times as fast Quire is as another backend."""
+    ours, theirs = (next(r for r in run["results"] if r["backend"] == name) for name in ("CUSTOM", other))
+    return {
+        (kind, size): ours[kind][size] / theirs[kind][size] if kind == "load" else theirs[kind][size] / ours[kind][size]
+        for kind in ("latency", "load", "prompts", "prompt")
+        for size in ours.get(kind, {})
+    }
+
+
+def vllm_gains() -> dict[str, dict[tuple[str, str], float]]:
+    """Return how many times as fast Llama's geometry runs in vLLM as with FLASH_ATTN, by version and date."""
+    older, newer = read("vllm_rounds_second_h200"), read("vllm026_h200")
+    facts = newer["about"]
+    kept = newer["times_as_fast"]
+    return {
+        f"vLLM {older['results'][0]['vllm']}, {older['about']['date']}": times_as_fast(older, "FLASH_ATTN"),
+        f"vLLM {facts['vllm']}, {facts['date']}": {
+            (kind, size): kept[kind][size] for kind in kept for size in kept[kind]
+        },
+    }
+
+
+def vllm() -> str:
+    """Return what vLLM gains, as a table, and what it gains with latents."""
+    gains = vllm_gains()
+    text = f"| × as fast as FLASH_ATTN | {' | '.join(gains)} |\n{'| --- ' * (len(gains) + 1)}|\n"
+    for key, words in VLLM_ROWS.items():
+        cells = [f"{found[key]:.3f}×" if key in found else "not measured" for found in gains.values()]
+        text += f"| {words} | {' | '.join(cells)} |\n"
+    run = read("vllm_mla_h200")
+    version, date = run["results"][0]["vllm"], run["about"]["date"]
+    found = [ratio for (kind, _), ratio in times_as_fast(run, "FLASH_ATTN_MLA").items() if kind in ("latency", "load")]
+    return (
+        f"{text}\nOne of eight GPUs' share of DeepSeek-V3's attention (61 layers, 16 heads) decodes "
+        f"[{min(found):.3f} to {max(found):.3f}× as fast](results/vllm_mla_h200.md) as with FLASH_ATTN_MLA, "
+        f"with one to 128 requests (vLLM {version}, {date}).\n"
+    )
+
+
+def sglang_gains() -> dict[str, dict[str, float]]:
+    """Return how many times as fast SGLang runs as with the fastest other backend, by what was measured and load."""
+    run = read("sglang_h200")
+    gains: dict[str, dict[str, float]] = {"step_ms": {}, "prefill_s": {}}
+    for field, found in gains.items():
+        times: dict[str, dict[str, list[float]]] = {}
+        for each in run["speed"]:
+            if each["backend"] != "quire" or each["page"] == 1:
+                for row in each["rows"]:
+                    if field == "prefill_s" or row["prompt"] < LONG:
+                        batch = f"{row['batch']} × {row['prompt']:,}"
+                        times.setdefault(batch, {}).setdefault(each["backend"], []).append(row[field])
+        for batch, by_backend in times.items():
+            medians = {backend: statistics.median(some) for backend, some in by_backend.items()}
+            found[batch] = min(time for backend, time in medians.items() if backend != "quire") / medians["quire"]
+    return gains
+
+
+def sglang() -> str:
+    """Return what SGLang gains, as a table."""
+    steps, prompts = sglang_gains().values()
+    text = "| requests × tokens of a prompt | one step | prompts alone |\n| --- | --- | --- |\n"
+    for batch, ratio in prompts.items():
+        step = f"{steps[batch]:.2f}×" if batch in steps else "not measured"
+        text += f"| {batch} | {step} | {ratio:.2f}× |\n"
+    return text
+
+
+def starts() -> str:
+    """Return how long servers take to start with nothing compiled, as a table."""
+    run, newer = read("sglang_h200"), read("vllm026_h200")
+    first = {each["backend"]: each["startup_s"] for each in reversed(run["speed"]) if each["round"] == 0}
+    machine, facts = run["machine"], newer["about"]
+    return (
+        "| seconds until a server is ready | Quire | FlashAttention 3 | Triton |\n| --- | --- | --- | --- |\n"
+        f"| [SGLang {machine['sglang']}](results/sglang_h200.md), {machine['date']} "
+        f"| {first['quire']:.0f} | {first['fa3']:.0f} | {first['triton']:.0f} |\n"
+        f"| [vLLM {facts['vllm']}](results/vllm026_h200.md), {facts['date']} "
+        f"| {newer['start']['CUSTOM']} | {newer['start']['FLASH_ATTN']} | not measured |\n"
+    )
+
+
+def servers() -> str:
+    """Return what whole servers gain at most, as a paragraph."""
+    most = max(ratio for found in vllm_gains().values() for ratio in found.values())
+    step = max(sglang_gains()["step_ms"].values())
+    run = read("transformers_h200")["results"]
+    quire, sdpa = (next(each for each in run if each["implementation"] == name) for name in ("quire", "sdpa"))
+    return (
+        "In a whole server, where attention is only part of a step, that's worth less. "
+        f"On an H200, vLLM runs [up to {most:.3f}× as fast](vllm.md#what-it-gains) as with FlashAttention 3,\n"
+        f"and SGLang takes its steps [up to {step:.2f}× as fast](sglang.md#what-it-gains) "
+        "as with the faster of FlashAttention 3 and Triton.\n"
+        f"Transformers' continuous batching runs "
+        f"[{quire['tokens_per_second'] / sdpa['tokens_per_second']:.1f}× as fast](transformers.md#speed) "
+        f"as with its own `paged|sdpa` ({quire['load']['requests']} requests, H200).\n"
+    )
+
+
+GLANCE = ("× as fast", "decode", "prompts", "mixed", "slower in")
+LONG = 10_000  # tokens of a prompt after which SGLang's step is of one request alone, and counts for no load
 COPIES = "SDPA, not paged"
 INVARIANT = "Quire, batch-invariant"
 SHOWN = {  # by case what README calls it
@@ -203,11 +303,15 @@ DENSE = {
 LATENTS = {"decode batches": ("MLA decode",), "prompts": ("MLA prefill",)}
 HEADLINES: dict[str, Callable[[], str]] = {
     "speed": lambda: speed_table(load(RESULTS / "h200_peers.json")),
-    "summary": lambda: summary(
+    "glance": lambda: glance(
         ("", load(RESULTS / "h200_peers.json"), DENSE),
         ("", load(RESULTS / "h100.json"), DENSE),
-        (", latents (MLA)", load(RESULTS / "mla_h200.json"), LATENTS),
+        (", MLA", load(RESULTS / "mla_h200.json"), LATENTS),
     ),
+    "servers": servers,
+    "starts": starts,
+    "vllm": vllm,
+    "sglang": sglang,
     "losses": lambda: losses(*(load(RESULTS / f"{name}.json") for name in ("h200_peers", "h200", "h100"))),
     "peers": lambda: table(load(RESULTS / "h200_peers.json"), DENSE),
     "copies": lambda: copies(load(RESULTS / "h200_peers.json")),

@@ -1,11 +1,11 @@
 """Install the wheels into an empty environment and run the README's lines from there: the library's without Triton,
-then with it, then both with an extra. `make dist` calls it.
+then with it, then both with an extra; then tests of the archive of sources. `make dist` calls it.
 
-    python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl torch==2.15.0 triton==3.9.0
+    python scripts/try_wheel.py dist/quire-*.whl dist/quire_tools-*.whl dist/quire-*.tar.gz torch==2.15.0 triton==3.9.0
 
 Each step adds packages to the same environment, so that each line runs where only its own packages are. Nothing is
-imported from the repository: the working directory is empty. The extra `vllm` is not installed: `make test-vllm` tests
-it from source.
+imported from the repository: the working directory is empty, or that of the unpacked archive, whose tests take the
+installed wheel. The extra `vllm` is not installed: `make test-vllm` tests it from source.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 from pathlib import Path
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 OK, BAD_ARGUMENTS = 0, 2
 NO_TOOLS = "needs quire_tools, which is not installed; pip install . ./tools"
 WHERE = "import quire, sys; assert quire.__file__.startswith(sys.prefix), quire.__file__"
+TESTS = ("tests/test_api.py", "tests/test_nouns.py", "tests/test_cpu_path.py")  # a minute of them
 TYPED = "import importlib.resources as r; assert r.files('quire').joinpath('py.typed').is_file()"
 
 
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="of the library")
     parser.add_argument("tools", type=Path, help="the wheel of the tools")
+    parser.add_argument("archive", type=Path, help="of the library's sources")
     parser.add_argument("packages", nargs="+", help="torch and triton, as pip takes them")
     args = parser.parse_args()
     torch = [package for package in args.packages if package.startswith("torch")]
@@ -80,7 +83,17 @@ def main() -> None:
         home.quire("tune", "--explain")
         home.quire("generate", code=BAD_ARGUMENTS, says="the demo model is in Quire's repository")
         home.quire("generate", "--model", str(ROOT / "src/quire/demo_model"), says="tokens")
-    print(f"{args.wheel.name} and {args.tools.name} are fit")
+
+        print("== tests of the archive of sources")
+        with tarfile.open(args.archive) as file:
+            file.extractall(Path(folder, "archive"), filter="data")
+        (sources,) = Path(folder, "archive").iterdir()
+        home.pip("install", "--upgrade", "pip")  # the first that knows groups is 25.1
+        home.pip("install", "--group", f"{sources / 'pyproject.toml'}:dev", *args.packages)
+        home.outside = sources
+        home.python(WHERE)
+        home.run("python", "-m", "pytest", *TESTS, says=" passed")
+    print(f"{args.wheel.name}, {args.tools.name} and {args.archive.name} are fit")
 
 
 class Environment:

@@ -21,8 +21,9 @@ import torch
 import quire
 from quire.checks.attention import check_out_scale
 from quire.dispatch.request import Bounds, Options, Request
+from quire.kernels.choose import FAMILIES, variants
 from quire.kernels.launch import Launch
-from quire.plan import FAMILIES, decide
+from quire.plan import decide
 from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
@@ -145,11 +146,11 @@ def refusals(feature_name: str, kernel: str) -> dict[tuple[str, int], str | None
     found = {}
     for target in TARGETS:
         for i, request in enumerate(requests(feature, target)):
-            proposal = FAMILIES[kernel](request, Options(**feature.options, kernel=kernel))
-            if isinstance(proposal, str):
-                found[target, i] = proposal
+            launches, refused = variants(request, Options(**feature.options, kernel=kernel))
+            if not launches:
+                found[target, i] = refused[kernel]
             else:
-                launch, _ = proposal
+                launch = next(iter(launches.values()))
                 served = feature.launch_for_cache(launch) is launch
                 found[target, i] = None if served else f"{feature.cache}, which its fallback serves"
     return found
@@ -175,15 +176,12 @@ def kernel_cell(feature: Feature, kernel: str) -> str:
 
 
 def target_cell(feature: Feature, target: str) -> str:
-    """Return which kernels a plan takes for a feature on a target."""
-    names = []
+    """Return among which kernels a plan takes one for a feature on a target."""
+    names: dict[str, None] = {}
     for request in requests(feature, target):
-        try:
-            launch, _ = decide(request, Options(**feature.options))
-            names.append(f"`{feature.launch_for_cache(launch).name}`")
-        except quire.UnsupportedError:
-            names.append("none")
-    return ", ".join(dict.fromkeys(names))
+        launches, _ = variants(request, Options(**feature.options))
+        names |= dict.fromkeys(f"`{feature.launch_for_cache(launch).name}`" for launch in launches.values())
+    return ", ".join(sorted(names)) or "none"
 
 
 def cpu_cell(feature: Feature) -> str:
@@ -348,7 +346,7 @@ def kernels_table(features: Sequence[Feature]) -> str:
 
 
 def targets_table() -> str:
-    """Return which kernels a plan takes on each target; targets with the same answers share a column."""
+    """Return which kernels serve features on each target; targets with the same answers share a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for target in TARGETS:
         columns.setdefault(tuple(target_cell(f, target) for f in FEATURES), []).append(target)
@@ -399,7 +397,7 @@ Two more pages say what goes with [shared prefixes](shared_prefix.md#what-a-sequ
 ## Features and kernels
 
 The kernels are those that `plan(kernel=...)` names: `hopper` for prompts on Hopper GPUs, `portable` for every GPU, and
-`mla_hopper` and `mla` for [latents](mla.md). Without `kernel`, a plan takes the first one that serves the batch.
+`mla_hopper` and `mla` for [latents](mla.md). Without `kernel`, a plan takes the one of least predicted time.
 "yes" is for decode and for prompts, on {num_targets} [targets](#features-and-targets): {targets}.
 Other cells name the targets or the batches that are served, or say what the kernel does not serve.
 
@@ -414,7 +412,7 @@ Other cells name the targets or the batches that are served, or say what the ker
 {chosen}
 ## Features and targets
 
-The kernels that a plan takes for decode and for a prompt of 2,048 tokens, in this order where they differ.
+The kernels that serve decode and a prompt of 2,048 tokens; a plan takes the one of least predicted time.
 `split_kv` and `block` are the two forms of the portable kernel: with keys split over programs, and without.
 Where it says "none", a plan is refused.
 The tests compile for all targets. The H200 and the H100 were measured, no other ([results](results/README.md)).

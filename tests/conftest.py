@@ -13,10 +13,9 @@ import torch
 import triton
 
 import quire
+from quire.dispatch.constants import forget
 from quire.dispatch.device import is_served_by_torch
-from quire.dispatch.tree import forget_trees
-from quire.kernels import scratch
-from quire.kernels.hopper import choice
+from quire.kernels import choose, scratch
 from quire.testing import Problem, error_budget, make_problem
 
 GPU = torch.cuda.is_available()
@@ -131,9 +130,16 @@ def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], No
 
 
 @pytest.fixture
-def large_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tiles of wide heads are large in the Hopper kernel, also where others would be faster."""
-    monkeypatch.setattr(choice, "suits_large_tiles", lambda request, config: True)
-    forget_trees()
-    yield
-    forget_trees()
+def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that makes plans take a variant with some words in its name, also where others are faster."""
+    least = choose.least
+
+    def take(*words: str) -> None:
+        def wanted(launch: Any) -> bool:
+            return not set(words) <= set(choose.variant_of(launch).split())
+
+        monkeypatch.setattr(choose, "least", lambda found: sorted(least(found), key=wanted))
+        forget()
+
+    yield take
+    forget()

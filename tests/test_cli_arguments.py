@@ -1,28 +1,13 @@
 """What `quire bench` and `quire tune` refuse before they work: numbers, other files, folders they cannot write."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire.cli import main
-from quire.targets import TARGETS
-from quire_tools.cli import bench_measure, tune_sweep
-from quire_tools.tuning.jobs import jobs
+from quire_tools.cli import bench_measure
 
-PROPERTIES = asdict(TARGETS["sm90"].properties)
-HEADER = {"device": "a made-up device", "properties": PROPERTIES, "jobs": [jobs(True)[0].case.name], "quick": True}
-CONFIG = {
-    "block_m": 16,
-    "block_n": 64,
-    "num_warps": 4,
-    "num_stages": 2,
-    "full_tile_loop": False,
-    "programs_per_sm": 1,
-}
-MEASURED = {"case": HEADER["jobs"][0], "config": CONFIG, "round": 0, "micros": 10.0}
 OTHER_FILES = {
     "empty": b"",
     "binary": bytes(range(128, 256)),
@@ -31,29 +16,6 @@ OTHER_FILES = {
     "an object": b"{}",
     "a number": b"7",
     "nested": b"[" * 100_000,
-}
-
-
-def records(*lines: object) -> bytes:
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-OTHER_RECORDS = OTHER_FILES | {
-    "jobs of numbers": records(HEADER | {"jobs": [1]}),
-    "jobs missing": records({name: value for name, value in HEADER.items() if name != "jobs"}),
-    "properties of another version": records(HEADER | {"properties": PROPERTIES | {"num_cores": 3}}),
-    "properties of another type": records(HEADER | {"properties": PROPERTIES | {"num_sms": "many"}}),
-    "a line that is a list": records(HEADER, [1]),
-    "a line without a configuration": records(HEADER, {"case": "decode"}),
-    "a configuration without warps": records(HEADER, MEASURED | {"config": {"block_m": 16}}),
-    "a configuration that is illegal": records(HEADER, MEASURED | {"config": CONFIG | {"block_n": 48}}),
-    "a time that is text": records(HEADER, MEASURED | {"micros": "10"}),
-    "a time below 0": records(HEADER, MEASURED | {"micros": -1.0}),
-    "no case measured": records(HEADER),
-}
-OTHER_TREES = OTHER_FILES | {
-    "no provenance": b'{"properties": {}, "covers": [], "attention": {}}',
-    "records": records(HEADER, MEASURED),
 }
 
 
@@ -78,7 +40,6 @@ def no_work(monkeypatch):
 
     monkeypatch.setattr(bench_measure, "measure", work)
     monkeypatch.setattr(bench_measure, "analyse", work)
-    monkeypatch.setattr(tune_sweep, "tune_here", work)
 
 
 def refused(capsys, arguments: list[str], *words: str) -> None:
@@ -121,53 +82,21 @@ def test_bench_refuses_folders_without_results(command, tmp_path, capsys):
     refused(capsys, ["bench", *command.split(), *[str(tmp_path)] * READERS[command]], str(tmp_path))
 
 
-@pytest.mark.parametrize("content", OTHER_RECORDS.values(), ids=OTHER_RECORDS)
-def test_tune_fits_no_files_of_another_kind(content, written, tmp_path, capsys):
-    path = written(content)
-    refused(
-        capsys,
-        ["tune", "--fit", path, "--output", str(tmp_path / "tree.json")],
-        f"--fit {path} must hold",
-    )
-    assert not (tmp_path / "tree.json").exists()
-
-
-def test_tune_fits_no_folder(tmp_path, capsys):
-    arguments = ["tune", "--fit", str(tmp_path), "--output", str(tmp_path / "tree.json")]
-    refused(capsys, arguments, f"--fit {tmp_path} must hold the records of a sweep, got Is a directory")
-
-
-@pytest.mark.parametrize("content", OTHER_TREES.values(), ids=OTHER_TREES)
-def test_tune_explains_no_files_of_another_kind(content, written, capsys):
-    path = written(content)
-    refused(capsys, ["tune", "--explain", path], f"--explain {path} must be a tree that `quire tune` wrote")
-
-
-def test_tune_says_that_a_file_is_not_there(tmp_path, capsys):
-    file = str(tmp_path / "none.json")
-    words = f"--explain must be a tree that `quire tune` wrote, got {file}, which is not there"
-    refused(capsys, ["tune", "--explain", file], words)
-
-
-def test_tune_explains_no_folder(tmp_path, capsys):
-    refused(
-        capsys, ["tune", "--explain", str(tmp_path)], f"--explain {tmp_path} must be a tree that `quire tune` wrote"
-    )
-
-
-@pytest.mark.parametrize("content", [OTHER_RECORDS["text"], OTHER_RECORDS["a time that is text"]])
-def test_tune_adds_to_no_records_of_another_kind(content, written, tmp_path, monkeypatch, capsys):
-    path = written(content)
-    with_a_gpu(monkeypatch)
-    monkeypatch.setattr(tune_sweep, "device_properties", lambda device: TARGETS["sm90"].properties)
-    arguments = ["tune", "--quick", "--records", path, "--output", str(tmp_path / "tree.json")]
-    refused(capsys, arguments, f"{path} must hold the records of a sweep")
-
-
 def with_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Made-Up Device")
+
+
+@pytest.mark.parametrize("content", OTHER_FILES.values(), ids=OTHER_FILES)
+def test_tune_fits_no_files_of_another_kind(content, written, tmp_path, capsys):
+    path = written(content)
+    refused(capsys, ["tune", "fit", path, "--output", str(tmp_path / "out.json")], "records must hold times, got none")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_tune_fits_no_folder(tmp_path, capsys):
+    refused(capsys, ["tune", "fit", str(tmp_path)], f"got {tmp_path}, which is a folder")
 
 
 @pytest.mark.usefixtures("no_work")
@@ -179,23 +108,6 @@ def test_bench_finds_a_folder_it_cannot_write_before_it_works(has_gpu, written, 
     for folder in (file, f"{file}/inside"):
         assert main(["bench", "run" if has_gpu else "roofline", "--quick", "--output", folder]) == 2
         assert f"--output must be a folder that can be written, got {folder}" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("no_work")
-@pytest.mark.parametrize("option", ["--output", "--records"])
-def test_tune_finds_a_file_it_cannot_write_before_it_works(option, written, tmp_path, monkeypatch, capsys):
-    with_a_gpu(monkeypatch)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    file = written(b"")
-    refused(capsys, ["tune", option, str(tmp_path)], f"{option} must be a file", f"got {tmp_path}, which is a folder")
-    refused(capsys, ["tune", option, f"{file}/tree.json"], f"the folder of {option} must be a folder", file)
-
-
-def test_tune_fits_again_only_if_it_can_write(written, tmp_path, capsys):
-    path = written(records(HEADER, MEASURED))
-    refused(capsys, ["tune", "--fit", path, "--output", str(tmp_path)], "--output must be a file", "which is a folder")
-    refused(capsys, ["tune", "--fit", path, "--output", path], "--output must be another file than the records")
-    refused(capsys, ["tune", "--fit", path], "--output must name the tree that --fit writes, got none")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +137,7 @@ def test_libraries_that_do_not_exist_are_named(has_gpu, monkeypatch, tmp_path, c
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_needs_a_gpu(capsys):
-    refused(capsys, ["tune", "--quick"], "must have a GPU to measure, got none")
+    refused(capsys, ["tune", "sweep", "--output", "x.jsonl"], "must have a GPU to measure, got none")
 
 
 def test_floors_take_no_run_s_place(tmp_path, capsys):

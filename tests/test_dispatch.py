@@ -1,4 +1,4 @@
-"""Trees: which one serves a spec on a device, what is legal in one, and what they choose."""
+"""Choices: numbers and where they come from, the variants that serve a request, and which of them a plan takes."""
 
 import errno
 import itertools
@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,86 +15,46 @@ import pytest
 import torch
 
 import quire
-from quire.cli import main
 from quire.compile_ahead.launches import launches_within
-from quire.dispatch import tree as trees
-from quire.dispatch import tree_file
-from quire.dispatch.config import CostModel, HopperConfig, KernelConfig
+from quire.dispatch import constants
+from quire.dispatch.config import HopperConfig, KernelConfig
 from quire.dispatch.device import compile_for
+from quire.dispatch.predict import Numbers, micros
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import (
-    cost_model,
-    features_of,
-    fitted_trees,
-    hopper_config,
-    prefers_hopper,
-    rounded,
-    select,
-)
-from quire.dispatch.tree_file import (
-    BATCH_FEATURES,
-    SPEC_FEATURES,
-    check_choice,
-    check_config,
-    check_cost_model,
-    check_nodes,
-    check_tree,
-    load_tree,
-    shipped_trees,
-)
+from quire.kernels import choose
+from quire.kernels.hopper.variants import configs_of as hopper_configs
+from quire.kernels.hopper.variants import tokens_of_tile
 from quire.kernels.launch import kernels_of
+from quire.kernels.portable.variants import configs_of as portable_configs
 from quire.kernels.shared_prefix.launch import levels_of
+from quire.kernels.work import lens_of, scenarios, work_of
 from quire.launch_codec import decode, decode_options
 from quire.plan import decide, decide_launch
 from quire.targets import TARGETS
-from tests.extended import extended
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-PROPERTIES = replace(TARGETS["sm90"].properties, num_sms=120)  # of no device that a tree is shipped for
+PROPERTIES = replace(TARGETS["sm90"].properties, num_sms=120)  # of no device that was measured
 LEAF = {"block_m": 16, "block_n": 32, "num_warps": 8, "num_stages": 2, "full_tile_loop": False, "programs_per_sm": 1}
-COVERS = [{"query_bytes": 2, "kv_bytes": 2, "head_dim": 128, "head_padding": 0}]
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 @pytest.fixture(autouse=True)
-def user_trees(tmp_path, monkeypatch):
-    """A home directory with a folder for the user's trees, and nothing remembered from other tests."""
+def user_files(tmp_path, monkeypatch):
+    """A home directory with a folder for the user's numbers, and nothing remembered from other tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = tmp_path / ".config" / "quire" / "trees"
+    folder = tmp_path / ".config" / "quire" / "constants"
     folder.mkdir(parents=True)
-    trees.forget_trees()
+    constants.forget()
     yield folder
-    trees.forget_trees()
+    constants.forget()
 
 
-def own_tree(folder: Path, **parts) -> None:
-    tree = {"fitted_on": {"device": "here"}, "properties": asdict(PROPERTIES), "covers": COVERS, "attention": LEAF}
-    (folder / "mine.json").write_text(json.dumps(tree | {"hopper": False} | parts))
-
-
-def test_a_tree_says_for_which_memory_it_is_or_serves_any(user_trees):
-    slower = replace(PROPERTIES, memory_gbps=PROPERTIES.memory_gbps // 2)
-    own_tree(user_trees)
-    trees.forget_trees()
-    another_card = replace(PROPERTIES, memory_gbps=PROPERTIES.memory_gbps * 49 // 48)
-    assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, another_card, slower)] == [1, 1, 0]
-    own_tree(user_trees, properties={k: v for k, v in asdict(PROPERTIES).items() if k != "memory_gbps"})
-    trees.forget_trees()
-    assert [len(trees.fitted_trees(device)) for device in (PROPERTIES, slower)] == [1, 1]
-
-
-def test_a_user_s_own_tree_comes_first_where_it_was_fitted(user_trees):
-    seen = rounded(SPEC, PROPERTIES, 1, 2048, 32)
-    before, _ = select(SPEC, PROPERTIES, *seen)
-    own_tree(user_trees)
-    trees.forget_trees()
-    config, why = select(SPEC, PROPERTIES, *seen)
-    assert config.leaf == LEAF != before.leaf
-    assert "mine.json tree at" in why
-    assert not prefers_hopper(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 4096, 4096, 4096))
-    other = replace(PROPERTIES, num_sms=PROPERTIES.num_sms - 2)
-    assert "mine.json" not in select(SPEC, other, *seen)[1]  # another device
-    wide = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=80)
-    assert "mine.json" not in select(wide, PROPERTIES, *seen)[1]  # a head dim it was not fitted for
+def own_file(folder: Path, device=PROPERTIES, **changes) -> None:
+    """Write numbers of a device into a folder of the user's."""
+    factors = {"portable whole": [2.0] * 8}
+    file = {"fitted_on": {"device": "mine"}, "properties": asdict(device), "factors": factors, "kinds": {}} | changes
+    (folder / "mine.json").write_text(json.dumps(file))
+    constants.forget()
 
 
 def decided(max_query_len: int, max_seq_len: int, num_tokens: int, num_seqs: int, device=PROPERTIES, **options):
@@ -103,33 +63,369 @@ def decided(max_query_len: int, max_seq_len: int, num_tokens: int, num_seqs: int
     return decide(Request(SPEC, num_seqs, max_query_len > 1, bounds, device), Options(**options))[0]
 
 
-def test_a_leaf_may_leave_it_to_the_generic_tree_and_batch_invariant_plans_always_do(user_trees):
-    seen, few = rounded(SPEC, PROPERTIES, 1, 2048, 32), rounded(SPEC, PROPERTIES, 1, 64, 32)
-    generic = [select(SPEC, PROPERTIES, *s)[0] for s in (seen, few)]
-    invariant = decided(1, 2048, 32, 32, batch_invariant=True).config
-    own_tree(user_trees, attention=["keys_per_seq", 100, LEAF, "generic"], hopper="generic")
-    trees.forget_trees()
-    config, why = select(SPEC, PROPERTIES, *seen)
-    assert config == generic[0]
-    assert "mine.json" in why
-    assert select(SPEC, PROPERTIES, *few)[0].leaf == LEAF != generic[1].leaf
-    assert prefers_hopper(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 4096, 4096, 4096))
-    assert decided(1, 64, 32, 32).config.leaf == LEAF
-    assert decided(1, 64, 32, 32, batch_invariant=True).config == invariant
+def test_a_user_s_own_numbers_come_first_where_they_were_measured(user_files):
+    assert "mine.json" not in constants.constants_of(PROPERTIES).name
+    own_file(user_files)
+    assert constants.constants_of(PROPERTIES).name == str(user_files / "mine.json")
+    assert constants.constants_of(replace(PROPERTIES, memory_gbps=4500)).name == str(user_files / "mine.json")
+    assert constants.constants_of(replace(PROPERTIES, memory_gbps=4000)).name == "nvidia_h200, scaled"
+    assert constants.constants_of(replace(PROPERTIES, num_sms=2)).name == "nvidia_h200, scaled"
+
+
+def test_numbers_of_another_device_are_scaled_by_its_memory_and_tensor_cores():
+    measured = TARGETS["sm90"].properties
+    own, slower = constants.constants_of(measured), replace(measured, memory_gbps=2407, has_wgmma=False)
+    assert own.name == "nvidia_h200"
+    scaled = constants.constants_of(slower).kinds["128 2/2"]
+    for name, numbers in own.kinds["128 2/2"].items():
+        assert scaled[name].megabyte == pytest.approx(2 * numbers.megabyte, rel=0.01)
+        assert scaled[name].sm_tile == constants.SLOWER_WITHOUT_WGMMA * numbers.sm_tile
+        assert scaled[name]._replace(megabyte=0, partial_megabyte=0, sm_tile=0) == numbers._replace(
+            megabyte=0, partial_megabyte=0, sm_tile=0
+        )
+
+
+def test_a_decision_is_kept_until_numbers_are_forgotten(user_files):
+    first = planned()
+    assert planned().launch is first.launch
+    assert planned(max_seq_len=1984).launch != first.launch
+    assert planned(num_splits=2).launch != first.launch
+    assert planned(batch_invariant=True).launch != first.launch
+    own_file(user_files)
+    assert "mine.json" in planned().reason and planned().launch is not first.launch
+    assert planned().asked == first.asked  # which `torch.compile` has seen
+
+
+def planned(**options) -> quire.Plan:
+    """Plan a step of 32 decoding sequences for the device, with tensors of its own."""
+    batch = quire.Batch(torch.zeros(32, 128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
+    with compile_for(PROPERTIES, on_compile=lambda *facts: None):
+        return quire.plan(SPEC, batch, **{"max_query_len": 1, "max_seq_len": 2048} | options)
+
+
+def test_a_plan_says_what_it_is_predicted_to_take():
+    plan, more = planned(), planned(max_seq_len=4096)
+    assert 0 < plan.predicted_us < more.predicted_us
+    assert f"predicted {plan.predicted_us:.3g} µs" in str(plan)
+    equal, shorter = plan.predict([2048] * 32), plan.predict([2048] + [64] * 31)
+    assert equal == pytest.approx(plan.predicted_us) and shorter < equal
+    with pytest.raises(ValueError, match="query_lens must have a number for each of 2 sequences, got 1"):
+        plan.predict([5, 6], [1])
+
+
+def test_a_choice_is_of_the_least_predicted_time_where_lengths_are_known():
+    """Of one sequence, the bounds say all."""
+    draw = random.Random(3)
+    for _ in range(60):
+        queries = draw.choice((1, 1, draw.randint(2, 40), draw.randint(41, 5000)))
+        request = Request(SPEC, 1, queries > 1, Bounds(queries, draw.randint(queries, 60000), queries), PROPERTIES)
+        found, _ = choose.variants(request, Options())
+        launch, _ = decide(request, Options())
+        least = min(choose.predicted(each, lens_of(request)) for each in found.values())
+        assert choose.predicted(launch, lens_of(request)) == least and choose.predicted_us(launch) == least
+
+
+def test_each_variant_has_the_name_by_which_its_numbers_are_found():
+    for target in ("sm90", "sm80", "gfx942"):
+        for spec, queries, invariant in itertools.product(
+            (SPEC, quire.AttentionSpec.mla(num_q_heads=64, softmax_scale=0.1)), (1, 7, 300), (False, True)
+        ):
+            request = Request(spec, 5, queries > 1, Bounds(queries, 3000, 2 * queries + 3), TARGETS[target].properties)
+            found, _ = choose.variants(request, Options(batch_invariant=invariant))
+            assert found and all(choose.variant_of(launch) == name for name, launch in found.items())
+
+
+def test_more_bytes_products_and_partials_take_longer():
+    numbers = Numbers(2.0, 1.0, 0.5, 0.2, 0.25, 1.0, 0.05, 0.3)
+    for queries, num_seqs in ((1, 40), (300, 3)):
+        request = Request(SPEC, num_seqs, queries > 1, Bounds(queries, 9000, num_seqs * queries), PROPERTIES)
+        for launch in choose.variants(request, Options())[0].values():
+            for _, lens in scenarios(request):
+                work = work_of(launch, lens)
+                for field in ("tiles", "nbytes", "items"):
+                    more = work._replace(**{field: 1.5 * getattr(work, field)})
+                    assert micros(more, numbers) >= micros(work, numbers) > 0, (launch, field)
+
+
+def test_the_user_s_decision_trees_are_refused(tmp_path, monkeypatch):
+    folder = tmp_path / ".config" / "quire" / "trees"
+    folder.mkdir()
+    assert planned().launch  # an empty folder holds none
+    (folder / "mine.json").write_text("{}")
+    constants.forget()
+    with pytest.raises(ValueError, match=r"must have no decision trees, got mine\.json; plans take the variant of"):
+        planned()
+    monkeypatch.setenv("QUIRE_TREES", str(tmp_path / "elsewhere"))
+    constants.forget()
+    assert planned().launch
+
+
+def check_that_it_is_left_out(path: Path, reason: str) -> None:
+    """Assert that planning goes on without the file, and that one warning, given once, names it."""
+    constants.forget()
+    with pytest.warns(UserWarning) as warned:
+        found = constants.constants_of(PROPERTIES)
+        constants.constants_of(replace(PROPERTIES, num_sms=2))
+    (message,) = [str(w.message) for w in warned]
+    assert message.startswith(f"{path} must be what `quire tune fit` wrote, got ")
+    assert reason in message
+    assert message.endswith("fit the numbers again, or move the file away. Quire plans without it.")
+    assert found.name == "nvidia_h200, scaled"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("properties", {"num_sms": 3}, "at properties, which must have"),
+        ("properties", [], "[] at properties"),
+        ("factors", [], "[] at factors, which must be an object"),
+        ("factors", {"mla": [1.0] * 7}, "at factors.mla, which must be 8 numbers from 0"),
+        ("factors", {"mla": [1.0] * 7 + [-1]}, "at factors.mla"),
+        ("factors", {"mla": [1.0] * 7 + ["1"]}, "at factors.mla"),
+        ("factors", {"mla": [1.0] * 7 + [float("inf")]}, "at factors.mla"),
+        ("kinds", [], "[] at kinds, which must be an object"),
+        ("kinds", {"128 2/2": 3}, "3 at kinds.128 2/2, which must be an object"),
+        ("kinds", {"128 2/2": {"mla": 3}}, "3 at kinds.128 2/2.mla, which must be 8 numbers from 0"),
+    ],
+)
+def test_a_user_s_file_that_is_not_sound_is_left_out_with_a_warning(user_files, part, value, reason):
+    own_file(user_files, **{part: value})
+    check_that_it_is_left_out(user_files / "mine.json", reason)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "invalid JSON"),
+        (b"{", "invalid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[]", "[] where an object with fitted_on, properties, factors, kinds is expected"),
+        (b"{}", "{} where an object"),
+        (b"1" * 5000, "digits"),
+    ],
+)
+def test_a_file_that_holds_no_numbers_is_left_out(user_files, content, reason):
+    (user_files / "mine.json").write_bytes(content)
+    check_that_it_is_left_out(user_files / "mine.json", reason)
+
+
+def test_what_is_not_a_readable_file_is_left_out_and_a_pipe_is_never_opened(user_files):
+    path = user_files / "mine.json"
+    path.mkdir()
+    check_that_it_is_left_out(path, "not a regular file")
+    path.rmdir()
+    path.symlink_to(user_files / "gone")
+    check_that_it_is_left_out(path, "No such file")
+    path.unlink()
+    os.mkfifo(path)
+    check_that_it_is_left_out(path, "not a regular file")
+
+
+def test_a_file_without_permission_is_left_out(user_files, monkeypatch):
+    own_file(user_files)
+    (user_files / "mine.json").chmod(0)
+    if os.access(user_files / "mine.json", os.R_OK):  # root may read every file
+        monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        constants.load("nvidia_h200")
+    check_that_it_is_left_out(user_files / "mine.json", "Permission denied")
+
+
+def test_a_broken_file_does_not_hide_a_sound_one(user_files):
+    own_file(user_files)
+    (user_files / "broken.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"broken\.json must be"):
+        assert "mine.json" in constants.constants_of(PROPERTIES).name
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ".config/quire/constants"),
+        ({"XDG_CONFIG_HOME": "{tmp}/settings"}, "settings/quire/constants"),
+        ({"XDG_CONFIG_HOME": "relative"}, ".config/quire/constants"),
+        ({"XDG_CONFIG_HOME": ""}, ".config/quire/constants"),
+        ({"XDG_CONFIG_HOME": "{tmp}/settings", "QUIRE_CONSTANTS": "{tmp}/mine"}, "mine"),
+        ({"QUIRE_CONSTANTS": "~/mine"}, "mine"),
+    ],
+)
+def test_variables_say_where_the_files_are(variables, expected, tmp_path, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp=tmp_path))
+    folder = constants.user_folder()
+    assert folder == tmp_path / expected
+    folder.mkdir(parents=True, exist_ok=True)
+    own_file(folder)
+    assert "mine.json" in constants.constants_of(PROPERTIES).name
+
+
+IMPORT_AND_PLAN = """
+import pwd
+pwd.getpwuid = {}.__getitem__  # no user has an entry
+import torch, quire
+spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+batch = quire.Batch(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+quire.plan(spec, batch, max_query_len=1, max_seq_len=1)
+from quire.dispatch import constants
+from quire.dispatch.device import device_properties
+assert constants.user_folder() is None
+print(constants.constants_of(device_properties(torch.device("cpu"))).name)
+"""
+
+
+@pytest.mark.slow
+def test_a_user_without_a_home_directory_has_no_files():
+    """As in containers with arbitrary user ids: neither HOME nor an entry in the list of users."""
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    command = [sys.executable, "-c", IMPORT_AND_PLAN]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nvidia_h200, scaled")
+
+
+@pytest.mark.slow
+def test_no_file_is_read_at_import(user_files):
+    """A broken file of the user's warns when something is planned for a GPU, not before."""
+    (user_files / "broken.json").write_text("{")
+    code = (
+        "import quire\nfrom quire.dispatch import constants\n"
+        "print(*[f.cache_info().misses for f in (constants.user_files, constants.load)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 0\n"
+    assert "broken" not in done.stderr
+
+
+def test_shipped_numbers_are_sound_and_say_where_they_come_from():
+    for name, file in constants.shipped_files():
+        constants.check(file)
+        assert {"device", "commit", "date", "seeds", "cases", "judged_by_other_seeds"} <= file["fitted_on"].keys(), name
 
 
 def test_batch_invariant_tiles_have_as_many_keys_for_every_number_of_queries():
-    def of(queries, num_tokens=None, seq_len=8192, **options):
-        return decided(queries, seq_len, num_tokens or queries, 1, batch_invariant=True, **options)
+    for device in (PROPERTIES, TARGETS["sm86"].properties, TARGETS["gfx942"].properties):
+        found = [
+            launch
+            for queries, keys in itertools.product((1, 4, 8, 16, 64, 2048), (40, 2048, 8192))
+            for request in [Request(SPEC, 1, True, Bounds(queries, max(queries, keys), queries), device)]
+            for launch in choose.variants(request, Options(batch_invariant=True))[0].values()
+        ]
+        found += [launch.fallback for launch in found if launch.name == "hopper"]
+        assert {launch.config.block_m for launch in found if launch.name != "hopper"} >= {16, 32}
+        tiles = {launch.config.block_n for launch in found}
+        splits = {launch.fixed_split_size for launch in found}
+        assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
 
-    few, short = [of(queries) for queries in (1, 4, 8, 16, 64)], of(1, seq_len=40)
-    prompt, forced = of(2048), of(64, kernel="hopper")
-    assert [launch.config.block_m for launch in few] == [16, 16, 32, 64, 128]
-    assert {launch.name for launch in few} == {"split_kv"}
-    assert (prompt.name, prompt.fallback.name, forced.name) == ("hopper", "block", "hopper")
-    tiles = {launch.config.block_n for launch in (*few, short, prompt, prompt.fallback, forced)}
-    splits = {launch.fixed_split_size for launch in (*few, short, prompt, prompt.fallback, forced)}
-    assert len(tiles) == len(splits) == 1 and splits.pop() % tiles.pop() == 0
+
+def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
+    def rows(device, dtype=torch.bfloat16):
+        spec = replace(SPEC, kv_dtype=dtype)
+        request = Request(spec, 1, True, Bounds(2048, 2048, 2048), device)
+        found = choose.variants(request, Options(batch_invariant=True, kernel="portable"))[0].values()
+        for launch in found:
+            assert (launch.fallback is None) == (dtype is torch.bfloat16 or launch.config.block_m == 16)
+        return {launch.config.block_m for launch in found}
+
+    unknown = replace(PROPERTIES, has_wgmma=False)  # has Hopper's shared memory
+    assert rows(unknown) == {16, 32}
+    older = replace(unknown, supports_pdl=False)
+    amd = replace(older, has_mfma=True, shared_memory=65536)
+    assert rows(older) == {16, 32, 64} and rows(PROPERTIES) == {16, 32, 64, 128}
+    request = Request(SPEC, 1, False, Bounds(1, 2048, 1), amd)
+    assert decide(request, Options(batch_invariant=True))[0].config.matrix_instr_nonkdim == 16
+    assert rows(PROPERTIES, E4M3) == {16, 32, 64}
+    assert rows(older, torch.float8_e5m2) == {16, 32}  # mma.sync takes both operands from registers
+    assert rows(amd, E4M3) == rows(PROPERTIES, INT8) == {16}
+
+
+def test_every_width_of_a_16_bit_cache_has_configurations_of_the_hopper_kernel_and_of_the_portable_one():
+    for head_dim, head_dim_v in itertools.product(range(16, 513, 8), (16, 72, 128, 200, 512)):
+        spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
+        assert 1 <= len(hopper_configs(spec, PROPERTIES, False)) <= 8, (head_dim, head_dim_v)
+        for target in TARGETS.values():
+            found = portable_configs(spec, target.properties)
+            assert 1 <= len(found) <= 8
+            assert all(
+                c.shared_memory(spec, target.properties) <= target.properties.shared_memory for c in found.values()
+            )
+
+
+@pytest.mark.parametrize(
+    ("group_size", "apart", "tokens"),
+    [(1, False, 128), (4, False, 32), (5, False, 25), (7, False, 18), (13, False, 9), (1, True, 128), (5, True, 24)],
+)
+def test_work_tiles_have_all_heads_of_a_group_where_few_rows_are_left_over(group_size, apart, tokens):
+    assert tokens_of_tile(128, group_size, apart) == tokens
+    if apart:
+        config = HopperConfig(2, tokens, 64, 2, 2, apart=True)
+        with pytest.raises(ValueError, match="apart must be False with num_warpgroups 1"):
+            replace(config, num_warpgroups=1, block_t=8)
+        with pytest.raises(ValueError, match="apart must be False with num_warpgroups 2 and block_t 7"):
+            replace(config, block_t=7)
+
+
+@pytest.mark.parametrize(
+    ("reason", "target", "changes"),
+    [
+        ("GPUs other than Hopper", "sm80", {}),
+        ("float32 queries", "sm90", {"dtype": torch.float32, "kv_dtype": torch.float32}),
+        ("head_dim 256 of a float8_e4m3fn cache", "sm90", {"head_dim": 256, "head_dim_v": 256, "kv_dtype": E4M3}),
+        ("head_dim 80 of a int8 cache", "sm90", {"head_dim": 80, "head_dim_v": 80, "kv_dtype": INT8}),
+        ("head_dim 128 with head_dim_v 64 of a int8 cache", "sm90", {"head_dim_v": 64, "kv_dtype": INT8}),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
+    request = Request(replace(SPEC, **changes), 1, True, Bounds(99, 99, 99), TARGETS[target].properties)
+    assert choose.variants(request, Options())[1]["hopper"] == reason
+    with pytest.raises(quire.UnsupportedError, match=f"got 'hopper', which does not serve {reason}"):
+        decide(request, Options(kernel="hopper"))
+
+
+def test_intervals_take_the_variants_that_a_band_does():
+    for max_query_len, max_seq_len, num_seqs, num_tokens in itertools.product(
+        (1, 16, 33, 64, 512), (512, 4096, 16384), (1, 8), (None, 600)
+    ):
+        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
+        request = Request(SPEC, num_seqs, True, bounds, PROPERTIES)
+        band, seen = (choose.variants(replace(request, has_intervals=has), Options())[0] for has in (False, True))
+        assert {name for name in band if not name.endswith(" cut")} <= seen.keys() <= band.keys()
+        for name, launch in seen.items():
+            assert launch.request.has_intervals and "intervals of keys" in str(launch)
+            assert band[name].compile_keys() != launch.compile_keys()
+
+
+@pytest.mark.parametrize(
+    ("num_q_heads", "queries", "kv_dtype", "allow_fp8", "may"),
+    [
+        (128, 1, E4M3, True, True),
+        (33, 1, E4M3, True, True),
+        (16, 4, E4M3, True, True),
+        (32, 1, E4M3, True, False),
+        (16, 1, E4M3, True, False),
+        (128, 1, E4M3, False, False),
+        (128, 1, None, True, False),
+    ],
+)
+def test_products_over_latents_are_in_fp8_only_if_that_is_allowed_and_there_are_many_rows(
+    num_q_heads, queries, kv_dtype, allow_fp8, may
+):
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype, allow_fp8=allow_fp8)
+    request = Request(spec, 8, queries > 1, Bounds(queries, 4096, 8 * queries), PROPERTIES)
+    found, _ = choose.variants(request, Options())
+    assert not found["mla_hopper"].constexprs()["FP8_MMA"] and ("mla_hopper fp8" in found) == may
+    if may:
+        assert found["mla_hopper fp8"].constexprs()["FP8_MMA"] and "products in fp8" in str(found["mla_hopper fp8"])
+    assert decide(request, Options(batch_invariant=True))[0].name == "mla"
+
+
+def test_a_request_that_no_family_serves_names_what_each_refused():
+    latent = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    request = Request(latent, 8, True, Bounds(64, 4096, 512), PROPERTIES, has_intervals=True)
+    refused = (
+        "mla_hopper does not serve intervals of keys, .*mla does not serve intervals of keys, hopper does not serve"
+    )
+    with pytest.raises(quire.UnsupportedError, match=refused):
+        decide(request, Options())
 
 
 def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_a_time():
@@ -148,133 +444,6 @@ def test_batch_invariant_prompts_with_wide_values_have_a_part_of_the_columns_at_
     # Both have three parts of 128, of which one launch has no column in common.
     even, uneven = of(384), of(344)
     assert even.constexprs() == uneven.constexprs() and even.compile_keys() != uneven.compile_keys()
-
-
-def test_taller_batch_invariant_tiles_are_for_devices_that_round_them_alike():
-    unknown = replace(PROPERTIES, has_wgmma=False)  # has Hopper's shared memory
-    launch = decided(2048, 2048, 2048, 1, device=unknown, batch_invariant=True)
-    assert (launch.name, launch.config.block_m) == ("block", 32)
-    older = replace(unknown, supports_pdl=False)
-    assert decided(2048, 2048, 2048, 1, device=older, batch_invariant=True).config.block_m == 64
-    amd = replace(older, has_mfma=True, shared_memory=65536)
-    assert decided(1, 2048, 1, 1, device=amd, batch_invariant=True).config.matrix_instr_nonkdim == 16
-    for device, dtype, rows in (
-        (PROPERTIES, torch.float8_e4m3fn, 64),
-        (older, torch.float8_e5m2, 32),  # mma.sync takes both operands from registers
-        (amd, torch.float8_e4m3fn, 16),
-        (PROPERTIES, torch.int8, 16),
-    ):
-        spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_dtype=dtype)
-        request = Request(spec, 1, True, Bounds(2048, 2048, 2048), device)
-        launch, _ = decide(request, Options(batch_invariant=True))
-        assert launch.config.block_m == rows
-        assert (launch.fallback is None) == (rows == 16) and (rows == 16 or launch.fallback.config.block_m == 16)
-    chunk = replace(request, spec=replace(spec, kv_dtype=torch.float8_e4m3fn), bounds=Bounds(64, 8192, 64))
-    assert decide(chunk, Options(batch_invariant=True))[0].config.block_m == 16  # its row blocks are cut
-
-
-@pytest.mark.parametrize(
-    ("heads", "limits", "batch_invariant"),
-    [
-        ((12, 2, 64), (40, 600, 5000), False),
-        extended((12, 2, 64), (40, 600, 5000), True),
-        extended((12, 2, 64), (300, 3000, 131072), False),
-        extended((12, 2, 64), (300, 3000, 131072), True),
-        extended((28, 4, 128), (40, 600, 5000), False),
-        ((28, 4, 128), (40, 600, 5000), True),
-        extended((28, 4, 128), (300, 3000, 131072), False),
-        extended((28, 4, 128), (300, 3000, 131072), True),
-    ],
-    ids=str,
-)
-def test_the_launches_of_every_plan_are_among_those_of_warmup_and_fit_the_workspace(heads, limits, batch_invariant):
-    num_q_heads, num_kv_heads, head_dim = heads
-    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    most_seqs, most_tokens, most_keys = limits
-    found = list(launches_within(spec, PROPERTIES, *limits, batch_invariant))
-    warm, enough = kernels_of_all(found), max(launch.with_most_partitions().scratch_size().total for launch in found)
-    assert enough < 1.1 * 2**30
-    draw = random.Random(2)
-    for _ in range(400):
-        num_seqs, queries = draw.randint(1, most_seqs), draw.choice((1, 1, 3, 9, 15, 40, 200, 600))
-        one_query = queries == 1 and draw.random() < 0.5
-        num_tokens = num_seqs if one_query else draw.randint(queries, min(most_tokens, num_seqs * queries))
-        bounds = Bounds(queries, draw.randint(queries, draw.choice((600, most_keys))), num_tokens)
-        request = Request(spec, num_seqs, not one_query, bounds, PROPERTIES)
-        launch, _ = decide(request, Options(batch_invariant=batch_invariant))
-        assert kernels_of(launch) <= warm, (num_seqs, bounds, str(launch))
-        assert launch.scratch_size().total <= enough, (num_seqs, bounds, str(launch))
-
-
-def kernels_of_all(launches):
-    """Return what must be compiled for launches."""
-    return frozenset().union(*map(kernels_of, launches))
-
-
-@pytest.mark.parametrize(
-    ("heads", "features", "limits"),
-    [
-        extended((4, 4, 216), {}, (33, 1000, 5000)),
-        extended((6, 1, 64), {}, (64, 2048, 32768)),
-        ((52, 4, 128), {}, (64, 2048, 32768)),
-        extended((44, 4, 144), {"sinks": True}, (64, 2048, 32768)),
-        extended((11, 1, 216), {"sliding_window": 131}, (64, 2048, 32768)),
-        extended((11, 1, 192), {}, (33, 1000, 5000)),
-        extended((15, 1, 64), {}, (64, 2048, 32768)),
-        extended((8, 1, 64), {}, (33, 1000, 5000)),
-        ((64, 8, 64), {"sliding_window": 17}, (256, 8192, 16384)),
-        extended((64, 4, 256), {}, (64, 2048, 32768)),
-        ((16, 2, 128), {"softcap": 30.0}, (33, 1000, 5000)),
-    ],
-    ids=str,
-)
-def test_the_launches_of_random_batches_are_among_those_of_warmup(heads, features, limits):
-    """Of equal and uneven sequences, many and few, on a device with a fitted tree."""
-    num_q_heads, num_kv_heads, head_dim = heads
-    spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **features)
-    device, draw = TARGETS["sm90"].properties, random.Random(1)
-    max_num_seqs, max_num_tokens, max_seq_len = limits
-    warm = kernels_of_all(launches_within(spec, device, *limits, False))
-    for _ in range(1500):
-        num_seqs = draw.choice((draw.randint(1, max_num_seqs), min(max_num_seqs, 1 << draw.randint(0, 5))))
-        queries = min(max_num_tokens, int(2 ** draw.uniform(0, 11)))
-        most = min(max_num_tokens, num_seqs * queries)
-        num_tokens = draw.choice((most, draw.randint(min(most, queries + num_seqs - 1), most)))
-        bounds = Bounds(queries, min(max_seq_len, max(queries, int(2 ** draw.uniform(0, 15)))), num_tokens)
-        launch, _ = decide(Request(spec, num_seqs, True, bounds, device), Options())
-        assert kernels_of(launch) <= warm, (num_seqs, bounds, str(launch))
-
-
-def test_numbers_of_queries_stand_for_splits_in_rounds():
-    """Of 12 heads that share keys, 846 queries have 81 work tiles. Two rounds of programs take three splits of each."""
-    spec = quire.AttentionSpec(num_q_heads=12, num_kv_heads=1, head_dim=192)
-    device, in_rounds = TARGETS["sm90"].properties, 0
-    warm = kernels_of_all(launches_within(spec, device, 1, 1024, 17000, False))
-    for queries in range(600, 1024, 6):
-        request = Request(spec, 1, True, Bounds(queries, 16800, queries), device)
-        launch, _ = decide(request, Options())
-        in_rounds += launch.num_splits * launch.num_work_tiles(queries) > device.num_sms
-        assert kernels_of(launch) <= warm, str(launch)
-    assert in_rounds > 10
-
-
-def planned(**options) -> quire.Plan:
-    """Plan a step of 32 decoding sequences for the device, with tensors of its own."""
-    batch = quire.Batch(torch.zeros(32, 128, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
-    with compile_for(PROPERTIES, on_compile=lambda *facts: None):
-        return quire.plan(SPEC, batch, **{"max_query_len": 1, "max_seq_len": 2048} | options)
-
-
-def test_a_decision_is_kept_until_trees_are_forgotten(user_trees):
-    first = planned()
-    assert planned().launch is first.launch
-    assert planned(max_seq_len=1984).launch != first.launch
-    assert planned(num_splits=2).launch != first.launch
-    assert planned(batch_invariant=True).launch != first.launch
-    own_tree(user_trees, attention=LEAF)
-    trees.forget_trees()
-    assert planned().launch.config.leaf == LEAF != first.launch.config.leaf
-    assert planned().asked == first.asked  # which `torch.compile` has seen
 
 
 def test_compiled_code_decides_as_the_plan_did_and_sees_one_text():
@@ -309,13 +478,6 @@ def test_decoding_sequences_grow_for_64_steps_with_one_decision():
         assert bounds.for_decision() is bounds
 
 
-def test_a_decision_is_that_of_the_families_there_are(monkeypatch):
-    before = planned()
-    other = {"other": lambda request, options: (before.launch, "of another family")}
-    monkeypatch.setitem(decide.__globals__, "FAMILIES", other)
-    assert planned().reason == "of another family" != before.reason
-
-
 def test_a_plan_from_a_kept_decision_is_checked_as_the_first_one_was():
     first = planned()
     assert first.workspace is not None
@@ -330,218 +492,6 @@ def test_a_plan_from_a_kept_decision_is_checked_as_the_first_one_was():
     for _ in range(2):  # a refusal is no decision that is kept
         with pytest.raises(ValueError, match="config must have block_d"):
             planned(config=KernelConfig(**LEAF, block_d=16, block_dv=16))
-
-
-def check_that_it_is_left_out(path: Path, reason: str) -> None:
-    """Assert that planning goes on without the file, and that one warning, given once, names it."""
-    trees.forget_trees()
-    seen = rounded(SPEC, PROPERTIES, 1, 2048, 32)
-    with pytest.warns(UserWarning) as warned:
-        _, why = select(SPEC, PROPERTIES, *seen)
-        fitted_trees(replace(PROPERTIES, num_sms=2))
-    (message,) = [str(w.message) for w in warned]
-    assert message.startswith(f"{path} must be a tree that `quire tune` wrote, got ")
-    assert reason in message
-    assert message.endswith("run `quire tune` again, or move the file away. Quire plans without it.")
-    assert why.startswith("generic tree")
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "reason"),
-    [
-        ("attention", [], "a list of 0 at attention, where a node is"),
-        ("attention", ["keys_per_seq", 100, LEAF], "a list of 3 at attention"),
-        ("attention", ["keys_per_seq", 100, LEAF, ["keys_per_seq"]], "a list of 1 at attention[3]"),
-        ("attention", ["keys", 100, LEAF, LEAF], 'the unknown feature "keys" at attention'),
-        ("attention", [{}, 100, LEAF, LEAF], "the unknown feature {} at attention"),
-        ("attention", ["keys_per_seq", "100", LEAF, LEAF], '"100" at attention[1], which must be a number'),
-        ("attention", ["keys_per_seq", float("inf"), LEAF, LEAF], "Infinity at attention[1]"),
-        ("attention", ["keys_per_seq", True, LEAF, LEAF], "true at attention[1]"),
-        ("attention", None, "null at attention, which must be an object"),
-        ("attention", "hopper", '"hopper" at attention, which must be an object'),
-        ("attention", {}, "no block_m, block_n"),
-        ("attention", LEAF | {"colour": 1}, "the unknown 'colour' in attention"),
-        ("attention", LEAF | {"waves_per_eu": 2}, "the unknown 'waves_per_eu'"),
-        ("attention", LEAF | {"block_m": -16}, "block_m must be a power of two of at least 16, got -16"),
-        ("attention", LEAF | {"block_m": 0}, "block_m must be"),
-        ("attention", LEAF | {"block_m": 24}, "block_m must be"),
-        ("attention", LEAF | {"block_m": "16"}, "block_m must be"),
-        ("attention", LEAF | {"block_n": 512}, "block_n must be at most 256"),
-        ("attention", LEAF | {"num_warps": 7}, "num_warps must be"),
-        ("attention", LEAF | {"num_warps": 32}, "num_warps must be at most 16"),
-        ("attention", LEAF | {"num_stages": 0}, "num_stages must be"),
-        ("attention", LEAF | {"num_stages": 9}, "num_stages must be at most 8"),
-        ("attention", LEAF | {"programs_per_sm": 0}, "programs_per_sm must be"),
-        ("attention", LEAF | {"programs_per_sm": 10**9}, "programs_per_sm must be at most 16"),
-        ("attention", LEAF | {"full_tile_loop": 1}, "full_tile_loop must be a bool"),
-        ("hopper", LEAF, "at hopper, which must be true, false or 'generic'"),
-        ("hopper", 1, "1 at hopper"),
-        ("covers", 5, "5 at covers, which must be a list of objects"),
-        ("covers", [], "[] at covers"),
-        ("covers", [{}], "an empty object at covers[0]"),
-        ("covers", [{"keys_per_seq": 1}], "the unknown feature 'keys_per_seq' at covers[0]"),
-        ("covers", [{"head_dim": "128"}], '"128" at covers[0].head_dim'),
-        ("properties", [], "[] at properties"),
-        ("properties", {}, "no has_mfma, has_wgmma"),
-        ("properties", asdict(PROPERTIES) | {"num_sms": "9"}, '"9" at properties.num_sms, which must be of type int'),
-        ("properties", asdict(PROPERTIES) | {"l2": 1}, "the unknown 'l2' in properties"),
-        ("fitted_on", "here", '"here" at fitted_on'),
-        ("fitted_on", {"regret": {"held_out": {"mean": 1.0}}}, "where worst must be a number"),
-        ("cost_model", {"combine_cost": -1}, "combine_cost must be a finite number"),
-        ("cost_model", {"hopper_min_tiles_per_split": 0}, "hopper_min_tiles_per_split must be an int of at least 1"),
-        ("cost_model", {"combine": 1}, "the unknown 'combine' in cost_model"),
-        ("traits", {}, "says 'traits' for 'properties' and must be fitted again"),
-        ("colour", {}, "the unknown 'colour' in the tree"),
-    ],
-)  # fmt: skip
-def test_a_user_s_tree_that_is_not_sound_is_left_out_with_a_warning(user_trees, part, value, reason):
-    own_tree(user_trees, **{part: value})
-    check_that_it_is_left_out(user_trees / "mine.json", reason)
-
-
-def test_a_tree_of_too_many_levels_is_left_out(user_trees):
-    node = LEAF
-    for _ in range(40):
-        node = ["keys_per_seq", 100, LEAF, node]
-    own_tree(user_trees, attention=node)
-    check_that_it_is_left_out(user_trees / "mine.json", "more than 32 levels of nodes")
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "invalid JSON"),
-        (b"{", "invalid JSON"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b"\xff\xfe", "not UTF-8"),
-        (b"[]", "[] where an object is expected"),
-        (b"{}", "no attention, covers, fitted_on, properties in the tree"),
-        (b"1" * 5000, "digits"),
-    ],
-)
-def test_a_file_that_holds_no_tree_is_left_out(user_trees, content, reason):
-    (user_trees / "mine.json").write_bytes(content)
-    check_that_it_is_left_out(user_trees / "mine.json", reason)
-
-
-def test_what_is_not_a_readable_file_is_left_out_and_a_pipe_is_never_opened(user_trees):
-    path = user_trees / "mine.json"
-    path.mkdir()
-    check_that_it_is_left_out(path, "not a regular file")
-    path.rmdir()
-    path.symlink_to(user_trees / "gone")
-    check_that_it_is_left_out(path, "No such file")
-    path.unlink()
-    os.mkfifo(path)
-    check_that_it_is_left_out(path, "not a regular file")
-
-
-def test_a_file_without_permission_is_left_out(user_trees, monkeypatch):
-    own_tree(user_trees)
-    (user_trees / "mine.json").chmod(0)
-    if os.access(user_trees / "mine.json", os.R_OK):  # root may read every file
-        monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
-    check_that_it_is_left_out(user_trees / "mine.json", "Permission denied")
-
-
-def test_a_broken_tree_does_not_hide_a_sound_one(user_trees):
-    own_tree(user_trees)
-    (user_trees / "broken.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"broken\.json must be"):
-        _, why = select(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 1, 2048, 32))
-    assert "mine.json tree at" in why
-
-
-IMPORT_AND_PLAN = """
-import pwd
-pwd.getpwuid = {}.__getitem__  # no user has an entry
-import torch, quire
-spec = quire.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-batch = quire.Batch(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
-quire.plan(spec, batch, max_query_len=1, max_seq_len=1)
-from quire.dispatch import tree, tree_file
-from quire.dispatch.device import device_properties
-assert tree_file.user_folder() is None
-print(tree.select(spec, device_properties(torch.device("cpu")), 2, 1.0, 1, 1)[1])
-"""
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, ".config/quire/trees"),
-        ({"XDG_CONFIG_HOME": "{tmp}/settings"}, "settings/quire/trees"),
-        ({"XDG_CONFIG_HOME": "relative"}, ".config/quire/trees"),
-        ({"XDG_CONFIG_HOME": ""}, ".config/quire/trees"),
-        ({"XDG_CONFIG_HOME": "{tmp}/settings", "QUIRE_TREES": "{tmp}/mine"}, "mine"),
-        ({"QUIRE_TREES": "~/mine"}, "mine"),
-    ],
-)
-def test_variables_say_where_the_trees_are(variables, expected, tmp_path, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value.format(tmp=tmp_path))
-    folder = tree_file.user_folder()
-    assert folder == tmp_path / expected
-    folder.mkdir(parents=True, exist_ok=True)
-    own_tree(folder)
-    _, why = select(SPEC, PROPERTIES, *rounded(SPEC, PROPERTIES, 1, 2048, 32))
-    assert "mine.json tree at" in why
-
-
-@pytest.mark.slow
-def test_a_user_without_a_home_directory_has_no_trees():
-    """As in containers with arbitrary user ids: neither HOME nor an entry in the list of users."""
-    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
-    command = [sys.executable, "-c", IMPORT_AND_PLAN]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("generic tree at")
-
-
-@pytest.mark.slow
-def test_no_tree_is_read_at_import(user_trees):
-    """A broken tree of the user's warns when something is planned for a GPU, not before."""
-    (user_trees / "broken.json").write_text("{")
-    code = (
-        "import quire\nfrom quire.dispatch import tree_file\n"
-        "print(*[f.cache_info().misses for f in (tree_file.user_trees, tree_file.load_tree)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "0 0\n"
-    assert "broken" not in done.stderr
-
-
-def test_every_shipped_tree_is_sound():
-    assert [name for name, _ in shipped_trees()] == [name for name in shipped() if name != "generic"]
-    for _, tree in shipped_trees():
-        check_tree(tree)
-    generic = load_tree("generic")
-    names = {field.name for field in fields(CostModel)}
-    check_cost_model(generic["cost_model"], required=names)
-    assert generic["cost_model"]["provenance"].keys() == names | {"device"}
-    check_nodes(generic["attention"], "attention", lambda leaf, where: check_config(leaf, False, where))
-    check_nodes(generic["hopper"], "hopper", check_choice)
-    assert not {n for n in leaves(generic["attention"]) if n == "generic"}
-
-
-def leaves(tree):
-    return [tree] if not isinstance(tree, list) else leaves(tree[2]) + leaves(tree[3])
-
-
-def test_every_feature_that_trees_may_ask_for_is_known():
-    assert set(features_of(SPEC, PROPERTIES, 1, 1, 1, 1)) == {*SPEC_FEATURES, *BATCH_FEATURES}
-
-
-def test_a_fitted_tree_overrides_constants_of_the_cost_model(user_trees):
-    generic = cost_model(SPEC, PROPERTIES)
-    assert (generic.combine_cost, generic.short_context, generic.hopper_max_splits) == (0.29, 1024, 15)
-    own_tree(user_trees, cost_model={"combine_cost": 0.5, "short_context": 512, "provenance": "measured here"})
-    trees.forget_trees()
-    assert cost_model(SPEC, PROPERTIES) == replace(generic, combine_cost=0.5, short_context=512)
-    assert cost_model(SPEC, replace(PROPERTIES, num_sms=2)) == generic  # another device
-    assert (
-        cost_model(replace(SPEC, head_dim=80, head_dim_v=80), PROPERTIES) == generic
-    )  # a head dim it was not fitted for
 
 
 @pytest.mark.parametrize(
@@ -578,109 +528,6 @@ def test_a_hopper_config_for_fp8_has_two_warpgroups_and_stages_for_bytes():
         HopperConfig(2, 32, 64, 2, 2, fp8_mma=True)
 
 
-def test_unknown_devices_have_the_generic_tree():
-    unknown = replace(PROPERTIES, num_sms=77, shared_memory=100 * 1024)
-    config, why = select(SPEC, unknown, *rounded(SPEC, unknown, 1, 2048, 32))
-    assert why.startswith("generic tree at")
-    assert config.shared_memory(SPEC, unknown) <= unknown.shared_memory
-
-
-def test_features_are_bounds_rounded_up():
-    seen = rounded(SPEC, PROPERTIES, 5, 1000, 70)
-    assert seen == (32, 32, 1024, 8)
-    features = features_of(SPEC, PROPERTIES, *seen)
-    assert features["keys_per_sm"] == 1024
-    assert features["group_size"] == 4
-    assert features["head_dim"] == 128
-    assert features["head_padding"] == 0
-    assert features["kv_bytes"] == 2
-
-
-def depth(tree) -> int:
-    return 1 + max(depth(tree[2]), depth(tree[3])) if isinstance(tree, list) else 0
-
-
-def shipped() -> list[str]:
-    return sorted(path.stem for path in (Path(trees.__file__).parent / "trees").glob("*.json"))
-
-
-@pytest.mark.parametrize("name", shipped())
-def test_a_shipped_tree_asks_few_questions(name):
-    assert depth(load_tree(name)["attention"]) <= (11 if name == "generic" else 6)
-
-
-@pytest.mark.parametrize("name", [name for name in shipped() if name != "generic"])
-def test_a_fitted_tree_says_where_it_comes_from(name):
-    facts = load_tree(name)["fitted_on"]
-    assert {"device", "triton", "commit", "date", "cases", "regret"} <= facts.keys()
-    assert {"mean", "worst"} <= facts["regret"]["held_out"].keys()
-
-
-LONG = False, 4096, False  # context, queries, raggedness
-
-
-def test_a_choice_is_made_once():
-    seen = rounded(SPEC, PROPERTIES, 1, 2048, 32)
-    assert select(SPEC, PROPERTIES, *seen) is select(SPEC, PROPERTIES, *seen)
-    assert hopper_config(SPEC, PROPERTIES, *LONG) is hopper_config(SPEC, PROPERTIES, *LONG)
-    assert cost_model(SPEC, PROPERTIES) is cost_model(SPEC, PROPERTIES)
-
-
-def test_a_tree_of_the_user_s_is_explained(user_trees, capsys):
-    own_tree(user_trees)
-    assert main(["tune", "--explain", str(user_trees / "mine.json")]) == 0
-    text = capsys.readouterr().out
-    assert "device here" in text
-    assert "16 rows × 32 keys, 8 warps, 2 stages" in text
-    assert "head_dim 128" in text
-
-
-def test_the_tree_in_use_is_explained(capsys):
-    assert main(["tune", "--explain"]) == 0
-    text = capsys.readouterr().out
-    assert "mine" not in text
-    assert "up to" in text
-    assert " rows × " in text
-
-
-def test_what_is_no_tree_is_not_explained(user_trees, capsys):
-    (user_trees / "none.json").write_text("[]")
-    assert main(["tune", "--explain", str(user_trees / "none.json")]) == 2
-    assert "none.json must be a tree that `quire tune` wrote, got [] where an object" in capsys.readouterr().err
-
-
-def test_without_a_gpu_there_is_nothing_to_tune(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert main(["tune", "--quick"]) == 2
-    assert "must have a GPU" in capsys.readouterr().err
-    assert "quire_tools.tuning.sweep" in sys.modules
-
-
-E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-
-
-def test_every_width_of_a_16_bit_cache_has_a_configuration_of_the_hopper_kernel():
-    for head_dim, head_dim_v, short in itertools.product(range(16, 513, 8), (16, 72, 128, 200, 512), (False, True)):
-        spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim_v)
-        assert isinstance(hopper_config(spec, PROPERTIES, short, 4096, False), HopperConfig), (head_dim, head_dim_v)
-
-
-@pytest.mark.parametrize(
-    ("group_size", "queries", "heads_and_queries"),
-    [(1, 64, (1, 128)), (4, 64, (4, 32)), (5, 64, (5, 24)), (11, 64, (11, 10)), (96, 4, (48, 2))],
-)
-def test_warpgroups_with_tokens_of_their_own_have_equally_many(group_size, queries, heads_and_queries):
-    spec = replace(SPEC, num_q_heads=2 * group_size, num_kv_heads=2)
-    config = hopper_config(spec, PROPERTIES, False, queries, ragged=True, apart=True)
-    assert (config.heads(group_size), config.block_t) == heads_and_queries
-    assert config.apart and not hopper_config(spec, PROPERTIES, True, queries, ragged=True, apart=True).apart
-    with pytest.raises(ValueError, match="apart must be False with num_warpgroups 1"):
-        replace(config, num_warpgroups=1, block_t=8)
-    with pytest.raises(ValueError, match="apart must be False with num_warpgroups 2 and block_t 7"):
-        replace(config, block_t=7)
-
-
 def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
     """The programs of an SM are no constexpr, but constexprs follow from them."""
     launches = []
@@ -701,64 +548,6 @@ def test_launches_have_one_key_if_and_only_if_they_have_one_kernel():
     assert any(same_kernels)
     for device in devices:
         assert len({launch.compile_keys() for launch in launches if launch.request.device == device}) > 2
-
-
-@pytest.mark.parametrize(
-    ("reason", "target", "changes"),
-    [
-        ("GPUs other than Hopper", "sm80", {}),
-        ("float32 queries", "sm90", {"dtype": torch.float32, "kv_dtype": torch.float32}),
-        ("head_dim 256 of a float8_e4m3fn cache", "sm90", {"head_dim": 256, "head_dim_v": 256, "kv_dtype": E4M3}),
-        ("head_dim 80 of a int8 cache", "sm90", {"head_dim": 80, "head_dim_v": 80, "kv_dtype": INT8}),
-        ("head_dim 128 with head_dim_v 64 of a int8 cache", "sm90", {"head_dim_v": 64, "kv_dtype": INT8}),
-    ],
-)
-def test_what_the_hopper_kernel_does_not_serve(reason, target, changes):
-    for short in (False, True):
-        assert hopper_config(replace(SPEC, **changes), TARGETS[target].properties, short, 4096, False) == reason
-
-
-def test_intervals_take_the_hopper_kernel_where_a_band_does():
-    for max_query_len, max_seq_len, num_seqs, num_tokens in itertools.product(
-        (1, 16, 33, 64, 512), (512, 4096, 16384), (1, 8), (None, 600)
-    ):
-        bounds = Bounds(max_query_len, max_seq_len, num_tokens or num_seqs * max_query_len)
-        request = Request(SPEC, num_seqs, True, bounds, PROPERTIES)
-        band, seen = (decide(replace(request, has_intervals=has), Options())[0] for has in (False, True))
-        assert band.name == seen.name and seen.request.has_intervals and "intervals of keys" in str(seen)
-        assert band.compile_keys() != seen.compile_keys()
-        if band.name == "hopper":
-            assert (band.config, band.num_splits) == (seen.config, seen.num_splits)
-            assert seen.fallback.request.has_intervals
-            assert band.decode is None or seen.decode is not None
-            assert seen.decode is None or seen.decode.request.has_intervals
-
-
-@pytest.mark.parametrize(
-    ("num_q_heads", "queries", "max_seq_len", "kv_dtype", "allow_fp8", "in_fp8"),
-    [
-        (128, 1, 4096, E4M3, True, True),
-        (128, 1, 1024, E4M3, True, False),
-        (33, 1, 4096, E4M3, True, True),
-        (16, 4, 4096, E4M3, True, True),
-        (32, 1, 4096, E4M3, True, False),
-        (16, 1, 4096, E4M3, True, False),
-        (128, 1, 4096, E4M3, False, False),
-        (128, 1, 4096, None, True, False),
-    ],
-)
-def test_products_over_latents_are_in_fp8_if_that_is_allowed_and_there_are_many_rows_and_tiles(
-    num_q_heads, queries, max_seq_len, kv_dtype, allow_fp8, in_fp8
-):
-    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype, allow_fp8=allow_fp8)
-    request = Request(spec, 8, queries > 1, Bounds(queries, max_seq_len, 8 * queries), PROPERTIES)
-    launch, _ = decide(request, Options())
-    assert launch.name == "mla_hopper" and launch.constexprs()["FP8_MMA"] == in_fp8
-    assert ("products in fp8" in str(launch)) == in_fp8
-    other = replace(request, spec=replace(spec, allow_fp8=not allow_fp8))
-    same_kernel = decide(other, Options())[0].compile_keys() == launch.compile_keys()
-    assert same_kernel == (kv_dtype is None or launch.columns < 64 or max_seq_len < 4096)
-    assert decide(request, Options(batch_invariant=True))[0].name == "mla"
 
 
 @pytest.mark.parametrize("seen", [(True, False), (False, True), (True, True)])
@@ -789,17 +578,21 @@ def test_a_plan_for_latents_on_a_flat_page_table_names_the_kernel_that_runs():
         assert quire.plan(spec, flat, **bounds).kernel == "mla"
         with pytest.raises(quire.UnsupportedError, match="got 'mla_hopper', which does not serve flat page tables"):
             quire.plan(spec, flat, **bounds, kernel="mla_hopper")
-        for levels, kernels in (
-            (128, ["mla_hopper", "mla_hopper"]),
-            ([[(2, 64), (2, 64)]], ["mla_hopper", "mla_hopper"]),
-            ([[(3, 64), (1, 0)]], ["mla_hopper", "mla"]),
-            ([[(2, 64), (2, 128)], [(1, 0), (1, 0), (1, 64), (1, 64)]], ["mla_hopper", "mla", "mla"]),
-            ([[(1, 64), (2, 64), (1, 64)]], ["mla", "mla_hopper"]),
+        for levels, are_flat in (
+            (128, [False, False]),
+            ([[(2, 64), (2, 64)]], [False, False]),
+            ([[(3, 64), (1, 0)]], [False, True]),
+            ([[(2, 64), (2, 128)], [(1, 0), (1, 0), (1, 64), (1, 64)]], [False, True, True]),
+            ([[(1, 64), (2, 64), (1, 64)]], [True, False]),
         ):
             plan = quire.plan(spec, rectangular, **bounds, shared_prefix=levels)
-            assert [launch.name for launch in plan.launch.launches] == kernels, levels
+            assert [launch.request.has_flat_table for launch in plan.launch.launches] == are_flat, levels
+            assert not any(
+                launch.name == "mla_hopper" and flat
+                for launch, flat in zip(plan.launch.launches, are_flat, strict=True)
+            )
             batches = plan.runner.batches(64)
-            assert [part.cu_pages is not None for part in batches] == [name == "mla" for name in kernels]
+            assert [part.cu_pages is not None for part in batches] == are_flat
 
 
 def test_a_plan_says_what_it_launches_for_a_cache_and_for_queries():
@@ -832,13 +625,6 @@ def test_launches_with_other_arguments_have_other_keys():
     kinds = [(a, b) for a in (False, True) for b in (False, True)]
     keys = {decide(replace(request, has_intervals=a, has_tree=b), Options())[0].compile_keys() for a, b in kinds}
     assert len(keys) == 4
-
-
-def test_a_request_that_no_family_serves_names_what_each_refused(monkeypatch):
-    refuse = {name: (lambda request, options, name=name: f"the {name} case") for name in ("first", "second")}
-    monkeypatch.setitem(decide.__globals__, "FAMILIES", refuse)
-    with pytest.raises(quire.UnsupportedError, match="first does not serve the first case, second does not serve"):
-        decided(1, 64, 32, 32)
 
 
 def test_bounds_that_are_looser_than_the_tokens_allow_need_no_other_kernels():

@@ -21,7 +21,7 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
     ("triton_internals",),
     ("dispatch",),
     ("kernels",),
-    ("compile_ahead.corners", "plan", "checks", "launch_codec"),
+    ("plan", "checks", "launch_codec"),
     ("api", "ops", "indexer", "compile_ahead"),
     ("__init__",),
     ("testing", "drawn", "targets", "debug"),

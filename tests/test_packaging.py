@@ -130,7 +130,12 @@ def test_a_wheel_has_the_package_and_its_data_alone(name, data, archives):
     folder = FOLDERS[name] / "src"
     sources = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
     assert sources <= names
-    assert {name for name in names - sources if not name.startswith("quire/dispatch/trees/")} == data
+    assert {name for name in names - sources if not name.startswith("quire/dispatch/constants/")} == data
+
+
+@needs_git
+def test_the_wheel_of_the_library_is_smaller_than_1_mb(archives):
+    assert wheel_of(archives, "quire").stat().st_size < 1 << 20
 
 
 @needs_git

@@ -21,12 +21,12 @@ import triton.language as tl
 import quire
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.compile_ahead import launches
 from quire.dispatch.request import Options, Request
-from quire.kernels import formats, mods, views
+from quire.kernels import choose, formats, mods, views
 from quire.kernels.launcher import launch
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.states import as_stored
-from quire.plan import FAMILIES
 from quire.targets import TARGETS, Launch, compiling
 from quire.testing import error_budget, make_problem
 from quire_tools.bench.case import Case
@@ -224,20 +224,32 @@ class SerialLaunch:
         return f"serial kernel: {self.num_programs(self.request.bounds.num_tokens)} programs"
 
 
-def propose_serial(request: Request, options: Options) -> tuple[SerialLaunch, str] | str:
-    """Return the launch and the reason, or what it does not serve."""
+def serial_variants(request: Request) -> dict[str, SerialLaunch] | str:
+    """Return the launch by its name, or what it does not serve."""
     if request.has_cu_seqlens:
         return "batches with cu_seqlens_q"
     if request.spec.dtype is not torch.float32 or request.spec.kv_dtype is not torch.float32:
         return "dtypes other than float32"
-    return SerialLaunch(request), "an example"
+    return {"serial": SerialLaunch(request)}
 
 
 @pytest.fixture
 def serial(monkeypatch) -> quire.AttentionSpec:
     """Return a spec for which the new family is preferred."""
-    families = {"serial": propose_serial, **FAMILIES}
-    monkeypatch.setattr(sys.modules["quire.plan"], "FAMILIES", families)
+    of_others = choose.variants
+
+    def variants(request: Request, options: Options, within: bool = False):
+        found, refusals = of_others(request, options, within)
+        own = serial_variants(request)
+        if isinstance(own, str):
+            return found, refusals | {"serial": own}
+        return (own, refusals) if options.kernel in (None, "serial") else (found, refusals)
+
+    for module in (choose, sys.modules["quire.plan"], launches):
+        monkeypatch.setattr(module, "variants", variants)
+    families = "serial", *choose.FAMILIES
+    for module in (choose, sys.modules["quire.plan"]):
+        monkeypatch.setattr(module, "FAMILIES", families)
     return quire.AttentionSpec(**HEADS, dtype=torch.float32)
 
 
@@ -246,7 +258,7 @@ def test_a_new_kernel_family_serves_what_it_can(serial):
     problem = make_problem(serial, ((1, 40), (1, 17)), one_query=True, device=DEVICE)
     plan = quire.plan(serial, problem.batch, **problem.bounds)
     assert plan.kernel == "serial"
-    assert "serial kernel: 8 programs; an example" in repr(plan)
+    assert "serial kernel: 8 programs; the only variant" in repr(plan)
     verdict = error_budget(problem, quire.attention(problem.q, problem.cache, plan, return_lse=True))
     assert verdict.passed, verdict
     problem = replace(problem, out_scale=torch.full((1,), 0.1, device=DEVICE))
@@ -332,10 +344,10 @@ def test_a_new_target_is_planned_and_compiled_for():
     sm90 = TARGETS["sm90"]
     prompt = Launch(spec, 4, 512, 512, 2048, options=(("kernel", "portable"),))
     plan, _ = prompt.compile(sm90)
-    small = replace(sm90, name="sm90, half of the shared memory", shared_memory=sm90.shared_memory // 2)
-    small_plan, (compiled,) = prompt.compile(small)
+    small = replace(sm90, name="sm90, a quarter of the shared memory", shared_memory=sm90.shared_memory // 4)
+    small_plan, compiled = prompt.compile(small)
     assert plan.launch.config != small_plan.launch.config
-    assert compiled.shared <= small.shared_memory
+    assert all(each.shared <= small.shared_memory for each in compiled)
 
 
 # What CONTRIBUTING.md and pyproject.toml say of the source.

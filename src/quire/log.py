@@ -3,7 +3,7 @@
 | logger | what it says |
 | --- | --- |
 | `quire.plan` | what `quire.plan` was asked, what it chose, and why |
-| `quire.launch` | which kernel was launched for the first time, and why a fallback took the place of a launch |
+| `quire.launch` | a kernel's first launch, what calls take, and why a fallback took the place of a launch |
 | `quire.start` | warm-ups, operators that `torch.compile` traced, and which layers an engine gave to Quire |
 
 An application sets the level of these loggers, or of their parent `quire`, and has its handlers show the lines. The
@@ -85,6 +85,16 @@ def say_once(logger: logging.Logger, line: str, decision: Hashable = None) -> No
         del SAID[next(iter(SAID))]
     SAID[key] = None
     logger.debug("%s", line)
+
+
+def was_said(logger: logging.Logger, decision: Hashable) -> bool:
+    """Return whether a line about a decision was logged."""
+    return (logger.name, decision) in SAID
+
+
+def micros(time: float) -> str:
+    """Return a time in µs with three digits, or all before the point."""
+    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
 
 
 def words_of(spec: AttentionSpec) -> str:

@@ -5,13 +5,12 @@ within the bounds that the plan was made for. Some kernels find a schedule from 
 found again after PyTorch wrote to the lengths, and in each replay of a captured graph.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 
 from quire import log
 from quire.batch import Batch
@@ -19,36 +18,19 @@ from quire.cache import PagedKVCache
 from quire.checks.batch import check_reads
 from quire.checks.plan import check_plan_arguments
 from quire.checks.prefix import check_shared_prefix
-from quire.compile_ahead.corners import corners
-from quire.dispatch.config import KernelConfig
+from quire.dispatch.config import KernelConfig, padded
+from quire.dispatch.constants import CHOICES
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import CHOICES, padded
 from quire.errors import UnsupportedError
-from quire.kernels import ranges, scratch
-from quire.kernels.chosen import launch as chosen_keys
+from quire.kernels import ranges, scratch, times
+from quire.kernels.choose import FAMILIES, NONE_CHOSEN, choose, predicted, predicted_us, variants
 from quire.kernels.cpu import launch as cpu
-from quire.kernels.hopper import choice as hopper
-from quire.kernels.launch import Launch, Runner, alike, kernels_of
-from quire.kernels.mla import launch as mla
-from quire.kernels.mla_hopper import launch as mla_hopper
-from quire.kernels.portable import choice as portable
+from quire.kernels.launch import Launch, Runner
 from quire.kernels.portable.runner import PortableRunner
 from quire.kernels.shared_prefix import launch as shared
 from quire.launch_codec import decode, decode_options, encode, encode_options
 from quire.spec import AttentionSpec
-
-Proposal = Callable[[Request, Options], tuple[Launch, str] | str]
-
-# Kernel families by the name that `plan(kernel=...)` takes, the preferred one first. Each proposes a launch, or says
-# what it does not serve.
-FAMILIES: dict[str, Proposal] = {
-    "mla_hopper": mla_hopper.propose,
-    "mla": mla.propose,
-    "hopper": hopper.propose,
-    "portable": portable.propose,
-    "chosen": chosen_keys.propose,
-}
 
 
 class Asked(NamedTuple):
@@ -106,7 +88,7 @@ class Plan:
     def kernel(self) -> str:
         """Name of the kernel family.
 
-        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "torch" or "shared_prefix".
+        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "chosen_hopper", "torch" or "shared_prefix".
         """
         return self.launch.name
 
@@ -114,6 +96,48 @@ class Plan:
     def saved_keys(self) -> int:
         """Keys that only a flat plan would read: of each run, its shared keys times its sequences after the first."""
         return self.launch.saved_keys if isinstance(self.launch, shared.SharedPrefixLaunch) else 0
+
+    @property
+    def predicted_us(self) -> float | None:
+        """The µs that the launch is predicted to take on the GPU, at the bounds; None where PyTorch serves the batch.
+
+        It is an estimate for sequences that are all as long as the bounds say, without the launch that finds a schedule
+        once for all layers. Of a plan for several lengths, `predict` tells what shorter ones take.
+        """
+        return predicted_us(self.launch)
+
+    def predict(self, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None) -> float | None:
+        """Return the µs that the launch is predicted to take for sequences of other lengths within the bounds.
+
+        A scheduler may ask this before it decides what is in a step. It reads nothing from the device.
+
+        Args:
+            seq_lens: keys of each sequence.
+            query_lens: queries of each sequence; one of each when not given.
+
+        Returns:
+            µs; None where PyTorch serves the batch, and for shared prefixes.
+
+        Raises:
+            ValueError: there are not as many lengths of queries as of keys.
+
+        Examples:
+            >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+            >>> batch = quire.Batch(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
+            >>> plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=8)
+            >>> plan.predict([8]) is None  # on a machine without a GPU
+            True
+        """
+        queries = [1] * len(seq_lens) if query_lens is None else query_lens
+        if len(queries) != len(seq_lens):
+            raise ValueError(
+                f"query_lens must have a number for each of {len(seq_lens)} sequences, got {len(queries)}; "
+                "leave it out for one query each"
+            )
+        if self.launch.name in ("torch", "shared_prefix"):
+            return None
+        lens = tuple((int(q), int(s), 1) for q, s in zip(queries, seq_lens, strict=True))
+        return predicted(self.launch, lens)
 
     def launch_for(self, cache: PagedKVCache, q: Any = None) -> Launch:
         """Return what `attention` launches for a cache, and for queries if they are given.
@@ -174,7 +198,8 @@ class Plan:
         return plan_again, (self.batch, self.bounds, self.asked)
 
     def __repr__(self) -> str:
-        return f"Plan({words_of_batch(self.batch, self.bounds, self.launch)}; {self.launch}; {self.reason})"
+        time = "" if self.predicted_us is None else f"; predicted {self.predicted_us:.3g} µs"
+        return f"Plan({words_of_batch(self.batch, self.bounds, self.launch)}; {self.launch}{time}; {self.reason})"
 
 
 def words_of_batch(batch: Batch, bounds: Bounds, launch: Launch) -> str:
@@ -221,7 +246,7 @@ def plan(
         num_tokens: an upper bound of the batch's query tokens; `num_seqs * max_query_len` when not given.
         num_splits: into how many splits the keys of a sequence are cut, on average over the batch, from 1 to 128.
             Chosen to fill the device when not given.
-        config: configuration of the portable kernels; chosen by the device's decision tree when not given.
+        config: configuration of the portable kernels; the one of least predicted time when not given.
         batch_invariant: make each token's result depend on its sequence alone, bit for bit. It then does not depend on
             the rest of the batch, on how a prompt is split into chunks, or on the bounds given here: decode, drafts,
             chunks and whole prompts have the same bits. Decode of batches takes a few per cent longer, of one sequence
@@ -231,10 +256,10 @@ def plan(
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
             Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
-            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; "chosen" for the kernels for
-            chosen keys; the fastest when not given. A plan is made before the cache is known. If a kernel for Hopper
-            GPUs does not serve the cache's pages, strides or scales, the fallback that the plan names does;
-            `launch_for` says which one it is.
+            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
+            the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
+            plan is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages,
+            strides or scales, the fallback that the plan names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a
@@ -275,7 +300,7 @@ def plan(
         batch_invariant=batch_invariant,
         workspace=workspace,
         kernel=kernel,
-        kernels=tuple(FAMILIES),
+        kernels=FAMILIES,
     )
     levels = ()
     if shared_prefix is not None:
@@ -283,12 +308,13 @@ def plan(
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds, **fixed)
     options = Options(num_splits, config, batch_invariant, kernel)
     launch, reason = decide_launch(spec, batch, bounds, options, levels)
-    if log.PLAN.isEnabledFor(log.DEBUG):
-        log_decision(spec, batch, bounds, options, launch, reason)
     if workspace is not None:
         check_counters(launch)
     asked = Asked(encode(spec), encode_options(options), shared.flattened(levels))
-    return make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    made = make_plan(spec, batch, launch, reason, workspace, bounds, asked)
+    if log.PLAN.isEnabledFor(log.DEBUG):
+        log_decision(made, options)
+    return made
 
 
 def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tensor | None = None) -> Plan:
@@ -309,19 +335,17 @@ def decide_launch(
     by_torch = is_served_by_torch(device)
     wanted = bounds if by_torch else bounds.for_decision()
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has, *lists)
-    families = tuple(FAMILIES.items())
-    choose = cpu.propose if by_torch else partial(decide_once, families=families)
+    decided = cpu.propose if by_torch else decide_once
     if levels:
-        return shared.propose(request, levels, lambda part: choose(part, options))
-    return choose(request, options)
+        return shared.propose(request, levels, lambda part: decided(part, options))
+    return decided(request, options)
 
 
 @lru_cache(maxsize=1024)
-def decide_once(request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]) -> tuple[Launch, str]:
+def decide_once(request: Request, options: Options) -> tuple[Launch, str]:
     """Return what `decide` returns, and keep it: a server asks for the same in most steps.
 
-    A launch keeps what follows from it in turn, such as its encoding. `families` are those of FAMILIES: for
-    others, it is decided again.
+    A launch keeps what follows from it in turn, such as its encoding.
 
     Raises:
         ValueError, UnsupportedError: as `check_device` and `decide`.
@@ -333,27 +357,25 @@ def decide_once(request: Request, options: Options, families: tuple[tuple[str, P
 CHOICES.append(decide_once)
 
 
-def log_decision(
-    spec: AttentionSpec, batch: Batch, bounds: Bounds, options: Options, launch: Launch, reason: str
-) -> None:
+def log_decision(made: Plan, options: Options) -> None:
     """Say what was asked, which launch was chosen and why, if it was not chosen for this spec and reason before."""
-    asked = [words_of_batch(batch, bounds, launch), log.words_of(spec)]
+    asked = [words_of_batch(made.batch, made.bounds, made.launch), log.words_of(made.spec)]
     asked += [f"{name}={value}" for name, value in options._asdict().items() if value not in (None, False)]
-    chosen = "; ".join([f"{launch}", reason, *passed_over(launch, options)])
-    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}", (spec, options, chosen))
+    chosen = "; ".join([f"{made.launch}", made.reason, *passed_over(made.launch, options)])
+    time = made.predicted_us
+    predicted = "" if time is None else f"; {log.micros(time)} µs predicted"
+    log.say_once(log.PLAN, f"{', '.join(asked)} -> {chosen}{predicted}", (made.spec, options, chosen))
 
 
 def passed_over(launch: Launch, options: Options) -> list[str]:
-    """Return what the families for such caches do not serve that were asked before the one of a launch."""
+    """Return what the families for such caches do not serve that do not serve what a launch does."""
     said: list[str] = []
     if options.kernel is not None or launch.name in ("torch", "shared_prefix"):  # of which none was asked
         return said
-    for name, propose in FAMILIES.items():
-        proposal = propose(launch.request, options)
-        if not isinstance(proposal, str):
-            break
-        if name.startswith("mla") == launch.request.spec.latent:
-            said.append(f"{name} does not serve {proposal}")
+    _, refusals = variants(launch.request, options)
+    for name in FAMILIES:
+        if name.startswith("mla") == launch.request.spec.latent and refusals.get(name, NONE_CHOSEN) != NONE_CHOSEN:
+            said.append(f"{name} does not serve {refusals[name]}")
     return said
 
 
@@ -381,76 +403,17 @@ def check_device(request: Request, options: Options) -> None:
 
 
 def decide(request: Request, options: Options) -> tuple[Launch, str]:
-    """Return the launch for a request, and the reason.
-
-    It is the launch of the first kernel family that proposes one, if the corners of the request need the same kernels
-    and as much scratch. Else it is that of the upper corner. What the caller of `plan` chose is kept.
+    """Return the launch of least predicted time for a request, and the reason.
 
     Raises:
         UnsupportedError: no kernel family serves the request, or the caller's does not.
     """
     bounds = request.bounds
-    most_tokens = request.num_seqs * bounds.max_query_len
-    if bounds.num_tokens > most_tokens:
-        bounds = replace(bounds, num_tokens=most_tokens)
-        request = replace(request, bounds=bounds)
-    launch, reason = first_proposal(request, options)
-    # No sequence has more queries than the batch has tokens.
-    tight = replace(bounds, max_query_len=min(bounds.max_query_len, bounds.num_tokens))
-    around = corners(replace(request, bounds=tight))
-    if options._replace(batch_invariant=False) != Options() or around == [request]:
-        return launch, reason
-    missing, most = kernels_of(launch), 0
-    for corner in around:
-        kernels, scratch = needs_at(corner, options, tuple(FAMILIES.items()))
-        missing, most = missing - kernels, max(most, scratch)
-        if not missing and launch.with_most_partitions().scratch_size().total <= most:
-            return launch, reason
-    upper, reason = first_proposal(around[0], options)
-    return with_sequences(upper, request.num_seqs), f"{reason}, for bounds rounded up"
-
-
-@lru_cache(maxsize=4096)
-def needs_at(
-    request: Request, options: Options, families: tuple[tuple[str, Proposal], ...]
-) -> tuple[frozenset[Hashable], int]:
-    """Return which kernels and how many bytes of scratch a point of the grid needs; `families` as for `decide_once`."""
-    launch, _ = first_proposal(request, options)
-    return frozenset().union(*map(kernels_of, alike(launch))), launch.with_most_partitions().scratch_size().total
-
-
-CHOICES.append(needs_at)
-
-
-def with_sequences(launch: Any, num_seqs: int) -> Any:
-    """Return a launch of an upper corner for as many sequences as a batch has, of which no grid may have more.
-
-    Its tokens stay as many as they can be of as many. That changes no kernel.
-    """
-    request = launch.request
-    tokens = min(request.bounds.num_tokens, num_seqs * request.bounds.max_query_len - request.is_ragged)
-    request = replace(request, num_seqs=num_seqs, bounds=replace(request.bounds, num_tokens=tokens))
-    parts = {part: getattr(launch, part, None) for part in ("fallback", "decode")}
-    made = {name: with_sequences(part, num_seqs) for name, part in parts.items() if part is not None}
-    return replace(launch, request=request, **made)
-
-
-def first_proposal(request: Request, options: Options) -> tuple[Launch, str]:
-    """Return the launch of the first kernel family that proposes one, and the reason; raise as `decide`."""
-    refusals = []
-    for name, propose in FAMILIES.items():
-        if options.kernel not in (None, name):
-            continue
-        proposal = propose(request, options)
-        if not isinstance(proposal, str):
-            return proposal
-        if options.kernel == name:
-            others = " or ".join(repr(other) for other in FAMILIES if other != name)
-            raise UnsupportedError(
-                f"kernel must be {others} or left out here, got {name!r}, which does not serve {proposal}"
-            )
-        refusals.append(f"{name} does not serve {proposal}")
-    raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {', '.join(refusals)}")
+    tokens = min(bounds.num_tokens, request.num_seqs * bounds.max_query_len)
+    queries = min(bounds.max_query_len, max(1, tokens))  # no sequence has more queries than the batch has tokens
+    if (tokens, queries) != (bounds.num_tokens, bounds.max_query_len):
+        request = replace(request, bounds=replace(bounds, num_tokens=tokens, max_query_len=queries))
+    return choose(request, options)
 
 
 def make_plan(
@@ -478,9 +441,18 @@ def make_plan(
             "allocate torch.zeros of quire.workspace_size(...) bytes"
         )
     runner, bounds = launch.bind(batch, workspace), bounds or launch.request.bounds
-    if ranges.NVTX or profiler._is_profiler_enabled:
-        runner = ranges.in_range(runner, f"quire {launch.name}: {words_of_batch(batch, bounds, launch)}")
-    return Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    made = Plan(spec, batch, bounds, launch, reason, workspace, runner, asked)
+    return watched(made) if log.LAUNCH.isEnabledFor(log.DEBUG) or ranges.are_on() else made
+
+
+def watched(made: Plan) -> Plan:
+    """Return a plan whose calls are timed if `quire.launch` speaks, and have ranges while a profiler is on."""
+    runner, words = made.runner, words_of_batch(made.batch, made.bounds, made.launch)
+    if log.is_on(log.LAUNCH) and made.asked is not None:  # a warm-up's plans have no keys
+        runner = times.timed(runner, made.launch, words, made.predicted_us, made.batch.device)
+    if ranges.are_on():
+        runner = ranges.in_range(runner, f"quire {made.launch.name}: {words}")
+    return replace(made, runner=runner)
 
 
 def check_counters(launch: Launch) -> None:

@@ -197,6 +197,13 @@ def is_observed() -> bool:
         return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
+def proton_records() -> bool:
+    """Return whether Proton, Triton's profiler, records."""
+    from triton.profiler.flags import flags  # here, since it loads the library of CUDA's profiler
+
+    return flags.profiling_on
+
+
 # Compiling
 
 

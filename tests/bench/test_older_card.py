@@ -13,7 +13,7 @@ from quire.targets import TARGETS
 from quire_tools.bench import guard, html, plots, report, results
 from quire_tools.bench.measure import Peer
 from quire_tools.bench.peers import PEERS
-from quire_tools.cli import bench_measure, tune_sweep
+from quire_tools.cli import bench_measure
 
 DEVICE = "NVIDIA H200"
 TITLE = "sm86 code on an NVIDIA H200"
@@ -21,6 +21,8 @@ LEFT_OUT = {
     *("Quire, fp8 products", "FlashMLA", "FlashMLA in vLLM", "FlashAttention 3", "FlashInfer fa3", "cuDNN"),
     "FlexAttention, not paged",
 }
+
+SWEEP = ["tune", "sweep", "--output", "x.jsonl"]
 
 
 @pytest.fixture
@@ -140,24 +142,17 @@ def test_bench_measures_an_older_card_s_code(tmp_path, make_timing, monkeypatch,
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("command", [["bench", "run"], ["bench", "graphs"], ["check"], ["tune", "--quick"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [["bench", "run"], ["bench", "graphs"], ["check"], ["tune", "sweep", "--output", "x.jsonl"]], ids=str
+)
 def test_a_card_whose_code_the_gpu_does_not_run_is_refused(command, capsys):
     assert main([*command, "--as", "sm120"]) == 2
     assert "--as must be one of sm80, sm86, sm89 on a GPU of sm90, got sm120" in capsys.readouterr().err
     assert os.environ[OVERRIDE] == ""
 
 
-@pytest.mark.usefixtures("on_hopper")
-def test_a_tree_of_an_older_card_s_code_has_a_file_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("QUIRE_TREES", str(tmp_path))
-    asked = []
-    monkeypatch.setattr(tune_sweep, "tune_here", lambda tree, *others: asked.append(tree.name) or 0)
-    assert main(["tune", "--quick"]) == main(["tune", "--quick", "--as", "sm86"]) == 0
-    assert asked == ["nvidia_h200.json", "sm86_code_on_an_nvidia_h200.json"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["check"], ["tune", "--quick"]], ids=str)
+@pytest.mark.parametrize("command", [["check"], SWEEP], ids=str)
 def test_without_a_gpu_no_card_s_code_runs(command, capsys):
     assert main([*command, "--as", "sm86"]) == 2
     assert "--as must have a GPU that runs the code, got none" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def launch_every_kernel() -> None:
     for batch, features in (("decode, split", "plain"), ("prefill", "plain"), ("prefill", "float32")):
         launches.attend(batch, 128, features)
     launches.attend_to_latents("decode", "bfloat16")
-    for features in ("tokens, few heads", "blocks"):
+    for features in ("tokens, few heads", "two lists", "blocks"):
         launches.attend_to_chosen(features)
     launches.choose_keys()
     launches.write(64, "plain")

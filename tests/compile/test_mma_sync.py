@@ -7,9 +7,8 @@ import torch
 import triton
 
 import quire
-from quire.dispatch.config import KernelConfig
+from quire.dispatch.config import KernelConfig, padded
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import padded
 from quire.kernels.portable.launch import PortableLaunch
 from quire.plan import decide
 from quire.targets import TARGETS, Launch

@@ -12,9 +12,9 @@ import triton
 import quire
 from quire import triton_internals as internals
 from quire.dispatch import device
+from quire.dispatch.constants import constants_of
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import fitted_trees
-from quire.plan import FAMILIES, decide_once
+from quire.plan import decide_once
 from quire.targets import TARGETS, Launch, card_here, compiling, title_of
 
 if triton.knobs.runtime.interpret:
@@ -36,8 +36,9 @@ def test_plans_see_the_features_and_shared_memory_of_the_card_and_the_sms_and_me
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_no_tree_is_taken_that_was_fitted_to_the_gpu(card):
-    assert fitted_trees(HOST.properties) and not fitted_trees(HOST.running(card).properties)
+def test_numbers_that_were_fitted_to_the_gpu_are_scaled(card):
+    assert constants_of(HOST.properties).name == "nvidia_h200"
+    assert constants_of(HOST.running(card).properties).name == "nvidia_h200, scaled"
 
 
 def test_a_decision_for_the_gpu_is_none_for_the_card():
@@ -45,10 +46,8 @@ def test_a_decision_for_the_gpu_is_none_for_the_card():
     seen = [HOST.properties, *(HOST.running(card).properties for card in CARDS)]
     assert len(set(seen)) == 4
     bounds = Bounds(4096, 4096, 4096)
-    launches = [
-        decide_once(Request(SPEC, 1, True, bounds, each), Options(), tuple(FAMILIES.items()))[0] for each in seen
-    ]
-    assert [launch.name for launch in launches] == ["hopper", "block", "block", "block"]
+    launches = [decide_once(Request(SPEC, 1, True, bounds, each), Options())[0] for each in seen]
+    assert launches[0].name == "hopper" and not any(launch.name == "hopper" for launch in launches[1:])
     assert [launch.request.device for launch in launches] == seen
 
 

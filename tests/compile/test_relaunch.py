@@ -25,7 +25,7 @@ import quire
 from quire import api, log
 from quire.dispatch.device import compile_for
 from quire.dispatch.request import cdiv
-from quire.kernels import combine, launcher, norm_rope, ranges, write, write_latent
+from quire.kernels import combine, launcher, norm_rope, ranges, times, write, write_latent
 from quire.kernels.launcher import Arguments, Kernel, address_of, kinds_of, tensors_of
 from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import SCHEDULERS
@@ -268,7 +268,7 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     finally:
         sys.setprofile(None)
     assert launcher.__file__ in called
-    assert not called & {log.__file__, ranges.__file__, logging.__file__, contextlib.__file__}
+    assert not called & {log.__file__, ranges.__file__, times.__file__, logging.__file__, contextlib.__file__}
 
 
 @pytest.mark.parametrize(("batch", "name"), [("decode, 64", "portable_kernel"), ("prompt", "norm_rope_kernel")])

@@ -222,6 +222,14 @@ def test_hooks_on_launches_are_seen(hook, monkeypatch):
     assert internals.is_observed()
 
 
+def test_whether_proton_records_is_known(monkeypatch):
+    from triton.profiler.flags import flags
+
+    assert not internals.proton_records()
+    monkeypatch.setattr(flags, "profiling_on", True)
+    assert internals.proton_records()
+
+
 def test_a_kernel_is_compiled_for_its_arguments_and_says_what_it_takes(driven):
     kernel = compiled_add((*tensors(16), 7))
     assert internals.parameters(add) == ["x", "y", "n", "BLOCK"]

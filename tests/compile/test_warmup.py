@@ -87,7 +87,7 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
             cos, sin = torch.zeros(2000, 128).chunk(2, 1)
             how["rope"] = quire.Rope(cos, sin, torch.zeros(1, dtype=torch.int64))
             how["qk_norm"] = quire.QKNorm(*torch.ones(2, 128))
-        names = quire.warmup(spec, cache, **BOUNDS, append=bool(append), **how)
+        quire.warmup(spec, cache, **BOUNDS, append=bool(append), **how)
         kernels = {c.kernel for c in compiled}
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (
@@ -126,7 +126,6 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
     portable = {"schedule_kernel", "portable_kernel", "combine_partials_kernel"}
     of_hopper = set() if "token" in kind else {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
     assert kernels == {write} | portable | of_hopper
-    assert any("decode launch" in name for name in names) == (kind == "e4m3")
 
 
 def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operator(without_compiler):
@@ -199,8 +198,10 @@ def test_nothing_compiles_for_chosen_keys_after_warmup(features, lists, second_c
         limits = {"max_num_seqs": 300, "max_num_tokens": 400, "max_seq_len": 2000}
         limits |= {"chosen": lists_of(1), "extra_chosen": extra_of(1)}
         quire.warmup(spec, cache, **limits, extra_cache=extra_cache)
-        kernel = "chosen_kernel" if features is None else "chosen_latents_kernel"
-        assert {kernel, "combine_chosen_kernel"} < {c.kernel for c in compiled}
+        kernels = {"chosen_kernel" if features is None else "chosen_latents_kernel", "combine_chosen_kernel"}
+        if features is not None and "are_slots" in lists and not second_cache:
+            kernels = {"chosen_hopper_kernel", "combine_lists_kernel"}
+        assert kernels < {c.kernel for c in compiled}
         size = quire.workspace_size(spec, **limits, device=cache.device)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
             for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((64, 2000),), ((1, 7),) * 299):

@@ -153,13 +153,14 @@ def graphs(monkeypatch):
 
     def captured(run):
         def runs(fixture, batch, inputs):
-            if phase[0] == "capture":
+            now, phase[0] = phase[0], ""  # the next run is not of a graph unless its preparation says so
+            if now == "capture":
                 static[:] = tensors(batch, inputs)
                 run(fixture, batch, inputs)  # so that nothing is compiled while the graph is captured
                 graphs[:] = [torch.cuda.CUDAGraph()]
                 with torch.cuda.graph(graphs[0]):
                     static.append(run(fixture, batch, inputs))
-            elif phase[0] == "replay":
+            elif now == "replay":
                 for old, new in zip(static, tensors(batch, inputs), strict=False):
                     old.copy_(new)
                 graphs[0].replay()

@@ -313,8 +313,9 @@ def test_values_of_another_width(head_dim, head_dim_v, bound, layout):
     ],
     ids=str,
 )
-def test_scores_in_pieces(extra, page_size, large_tiles):
+def test_scores_in_pieces(extra, page_size, take):
     """Tiles have 96 keys, in ragged batches too, which may be cut or split."""
+    take("n96")
     spec = quire.AttentionSpec(**LLAMA | extra)
     if page_size in (16, 48, 192):
         assert_right(spec, MIXED, [LONG], page_size=page_size, layout="HND" if page_size == 48 else "NHD")

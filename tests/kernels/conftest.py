@@ -2,19 +2,14 @@
 
 import pytest
 
-from quire.dispatch.tree import forget_trees
-
 
 @pytest.fixture
-def combine_apart(monkeypatch):
+def combine_apart(monkeypatch, take):
     """Return a function that says whether a second launch combines; launches that were decided before are forgotten."""
-    from quire.kernels.portable.launch import PortableLaunch  # other tests need no Triton
+    from quire.kernels.portable import variants
 
     def combine_apart(apart: bool) -> None:
-        monkeypatch.setattr(
-            PortableLaunch, "has_combine_launch", property(lambda launch: apart and launch.num_partitions > 0)
-        )
-        forget_trees()
+        monkeypatch.setattr(variants, "uses_with_partitions", lambda *given: ("joined" if apart else "cut",))
+        take("joined" if apart else "cut")
 
-    yield combine_apart
-    forget_trees()
+    return combine_apart

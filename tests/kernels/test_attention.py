@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import quire
 from quire import intervals, ops
 from quire.dispatch.config import KernelConfig
-from quire.kernels.portable.launch import PortableLaunch
 from quire.plan import make_plan
 from quire.testing import error_budget, make_problem, owned_slots
 from tests.extended import extended
@@ -114,9 +113,9 @@ def test_splits_of_long_sequences(num_splits, solve, assert_within_budget):
         (((1, 780), (1, 5), (1, 0)), HEADS, 30, 1),
     ],
 )
-def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget, monkeypatch):
+def test_many_states_of_single_queries(lens, heads, num_splits, times, device, assert_within_budget, combine_apart):
     """With room for many programs, partials are many and combined in two levels, where no second launch does it."""
-    monkeypatch.setattr(PortableLaunch, "has_combine_launch", False)
+    combine_apart(False)
     spec = quire.AttentionSpec(**heads, sinks=True, dtype=torch.float32)
     p = make_problem(spec, lens, device=device, one_query=True)
     config = KernelConfig(

@@ -13,7 +13,7 @@ import torch
 import quire
 from quire.dispatch.device import interprets
 from quire.dispatch.request import Bounds, Options, Request
-from quire.kernels.chosen.launch import propose
+from quire.kernels.chosen.launch import variants
 from quire.launch_codec import decode, encode
 from quire.targets import TARGETS
 from quire.testing import check_batch, error_budget, make_problem, random_chosen, unwritten
@@ -269,7 +269,7 @@ def test_lists_are_cut_where_programs_would_be_few():
         for invariant in (False, True):
             bounds = Bounds(1, 32768, num_tokens)
             request = Request(spec, num_tokens, False, bounds, device, chosen=(1, True, False, 2048))
-            launch, _ = propose(request, Options(batch_invariant=invariant))
+            launch = variants(request, Options(batch_invariant=invariant))["chosen"]
             cut[num_tokens, invariant] = launch.num_splits
             assert launch.scratch_size().total == (0 if launch.num_splits == 1 else scratch_of_cut_lists(launch))
     assert [cut[n, False] for n in (1, 8, 32, 64, 128, 1024)] == [32, 16, 4, 2, 1, 1]

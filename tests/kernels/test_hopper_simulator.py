@@ -16,7 +16,7 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.dispatch.device import interprets
-from quire.testing import error_budget, make_problem
+from quire.testing import error_budget, make_problem, random_chosen
 
 if not interprets():
     pytest.skip("the other kernels of these plans run in Triton's interpreter", allow_module_level=True)
@@ -460,8 +460,9 @@ def test_heads_of_up_to_512(extra, page_size, bound):
     ],
     ids=str,
 )
-def test_scores_in_pieces(extra, page_size, large_tiles):
+def test_scores_in_pieces(extra, page_size, take):
     """Tiles have 96 keys. Boxes have at least 16 rows."""
+    take("n96")
     layout = extra.pop("layout", "NHD")
     spec = quire.AttentionSpec(**LLAMA | extra)
     p = make_problem(spec, ((140, 400), (66, 192), (1, 90), (0, 5)), page_size=page_size, layout=layout)
@@ -914,3 +915,64 @@ def test_a_tile_may_arrive_long_after_the_next_one(seed):
     p = make_problem(latent_spec(20, kv_dtype=torch.float8_e4m3fn), ((1, 700),), page_size=64, one_query=True)
     state, _ = attend(p, make_plan(p, kernel="mla_hopper", num_sms=1), seed)
     assert error_budget(p, state).passed
+
+
+CHOSEN = ((1, 300), (3, 9), (0, 9), (1, 0), (2, 200))
+RECORDS = {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.bfloat16}
+
+
+def solve_chosen(spec, lens, lists, num_splits=None, num_sms=2, seed=0, **problem):
+    """Attend to chosen keys, and return the problem, the plan, the result and the names of simulated kernels."""
+    choose = partial(random_chosen, **{"causal": spec.causal} | lists)
+    layout = "NHD" if spec.kv_dtype is spec.dtype else "fp8_ds_mla"
+    p = make_problem(spec, lens, per_token=choose, **{"layout": layout, "page_size": 64} | problem)
+    with simulated_hopper(num_sms=num_sms):
+        plan = quire.plan(p.spec, p.batch, **p.bounds, num_splits=num_splits)
+    return p, plan, *attend(p, plan, seed)
+
+
+@pytest.mark.parametrize(
+    ("num_q_heads", "records", "lists", "num_splits"),
+    [
+        (16, False, {"width": 200, "counted": True}, 1),
+        (5, False, {"width": 300, "slots_of": 16, "page_size": 16}, 3),
+        extended(24, False, {"width": 100}, 2),
+        (40, False, {"width": 200, "counted": True}, 1),
+        (128, False, {"width": 150, "slots_of": 64}, 3),
+        (16, True, {"width": 200, "counted": True}, 1),
+        (24, True, {"width": 100}, 2),
+        (40, True, {"width": 200, "slots_of": 64}, 3),
+    ],
+    ids=str,
+)
+def test_chosen_keys_of_latents(num_q_heads, records, lists, num_splits):
+    """Lists that end in a tile, hold -1 anywhere, are empty, or have fewer tiles than parts."""
+    kind = RECORDS | {"allow_fp8": num_q_heads > 32} if records else {}
+    spec, lists = latent_spec(num_q_heads, causal="slots_of" not in lists, **kind), dict(lists)
+    page_size = lists.pop("page_size", 64)
+    p, plan, state, simulated = solve_chosen(
+        spec, CHOSEN, lists, num_splits, seed=num_q_heads, num_sms=2 + num_q_heads // 64, page_size=page_size
+    )
+    verdict = error_budget(p, state)
+    assert verdict.passed, (plan, verdict)
+    assert simulated == ["chosen_hopper_kernel"] + ["combine_lists_kernel"] * (num_splits > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_q_heads", "records"), [(16, False), (64, False), (16, True), (64, True)])
+def test_any_order_of_events_gives_the_same_bits_of_chosen_keys(num_q_heads, records):
+    spec = latent_spec(num_q_heads, **(RECORDS | {"allow_fp8": num_q_heads > 32} if records else {}))
+    p, plan, first, _ = solve_chosen(spec, ((1, 500), (2, 130)), {"width": 400}, 1, num_sms=1)
+    other, _ = attend(p, plan, seed=5)
+    assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
+
+
+def test_rows_that_are_not_gathered_go_to_the_kernel_that_the_plan_names():
+    """e4m3 without records. That kernel quantises its output too."""
+    p, plan, state, simulated = solve_chosen(latent_spec(2, **E4M3), ((1, 40), (1, 9)), {"width": 20}, layout="NHD")
+    assert plan.kernel == "chosen" and error_budget(p, state).passed and not simulated
+    p, plan, _, _ = solve_chosen(latent_spec(2), ((1, 40), (1, 9)), {"width": 20})
+    p = replace(p, out_scale=torch.full((1,), 0.01))
+    with simulated_hopper() as simulated:
+        out = quire.attention(p.q, p.cache, plan, out_scale=p.out_scale)
+    assert plan.kernel == "chosen_hopper" and error_budget(p, out).passed and not simulated

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import quire
-from quire.dispatch.tree import forget_trees
-from quire.kernels.portable import launch as portable
 from quire.testing import make_problem
 from tests.extended import extended, some_extended
 
@@ -89,7 +87,8 @@ def with_odd_starts(cache):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, extended(torch.float8_e5m2)])
-def test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback(kv_dtype, device, assert_within_budget):
+def test_fp8_numbers_in_pairs_have_taller_tiles_and_others_a_fallback(kv_dtype, device, assert_within_budget, take):
+    take("32x64" if not GPU else "64x128")
     spec = quire.AttentionSpec(**HEADS | {"head_dim": 64, "kv_dtype": kv_dtype}, dtype=torch.float16)
     lens = ((40, 600 * SCALE),) * (100 if GPU else 1)  # as many row blocks as the device holds
     paired = make_problem(spec, lens, device=device)
@@ -123,19 +122,6 @@ def test_layouts_have_the_same_bits_unless_fp8_numbers_come_in_pairs_in_one_alon
     assert equal(found[0], found[2]) == (kv_dtype is not torch.float8_e4m3fn)
 
 
-@pytest.fixture
-def fold_from(monkeypatch):
-    """Return a function that says from how many rows of states on another launch folds them, in batches of any size."""
-
-    def set_limit(rows):
-        monkeypatch.setattr(portable, "FOLD_LAUNCH_FROM", rows)
-        monkeypatch.setattr(portable, "FILLED", float("inf"))
-        forget_trees()
-
-    yield set_limit
-    forget_trees()
-
-
 FOLDED = {
     "decode": ({}, ((1, 20), (1, 0), (1, 300), (1, 1100))),
     "padding rows and columns": ({"num_q_heads": 6, "head_dim": 24}, ((1, 900), (3, 700))),
@@ -150,15 +136,15 @@ FOLDED = {
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("case", some_extended(FOLDED, ["scales per head", "padding rows and columns"]))
-def test_which_launch_folds_states_changes_nothing(case, fold_from, device):
+def test_which_launch_folds_states_changes_nothing(case, take, device):
     features, lens, *options = FOLDED[case]
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
     problem = make_problem(spec, lens, **(options[0] if options else {}), device=device)
     states = []
-    for limit in (1, 1 << 30):
-        fold_from(limit)
+    for use in ("joined", "cut"):
+        take(use)
         plan = quire.plan(spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
-        assert plan.launch.has_combine_launch == (limit == 1)
+        assert plan.launch.num_partitions and plan.launch.has_combine_launch == (use == "joined")
         states.append(quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True))
     assert equal(*states)
 

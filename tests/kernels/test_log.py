@@ -2,9 +2,14 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ import quire
 from quire import log
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import Bounds, Options, Request
-from quire.kernels import ranges, tma
+from quire.kernels import ranges, times, tma
 from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
@@ -51,6 +56,11 @@ def lines(monkeypatch, caplog):
         return found
 
     return new
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    monkeypatch.setattr(times, "TIMED", {})
 
 
 def small(device: str, lens=LENS, **spec) -> Problem:
@@ -141,7 +151,8 @@ def test_a_launch_names_its_kernel_and_grid(device, lines):
 
 
 @pytest.mark.triton
-def test_a_fallback_says_which_strides_are_to_blame(device, lines):
+def test_a_fallback_says_which_strides_are_to_blame(device, lines, take):
+    take("32x64" if device == "cpu" else "64x128")
     # As many sequences as fill the device: with fewer row blocks, tiles are not taller, and need no fallback.
     lens = ((40, 60),) * (100 if device == "cuda" else 1)
     problem = small(device, lens, num_q_heads=8, kv_dtype=torch.float8_e4m3fn, head_dim=64)
@@ -160,11 +171,12 @@ def test_a_fallback_says_which_strides_are_to_blame(device, lines):
 
 
 @pytest.mark.triton
-def test_a_warm_up_says_how_many_kernels_it_launched(device, lines):
+def test_a_warm_up_says_how_many_kernels_it_launched_and_times_none(device, lines, untimed):
     problem = small(device)
     names = quire.warmup(problem.spec, problem.cache, max_num_seqs=1, max_num_tokens=1, max_seq_len=16)
     line = next(line for line in lines() if line.startswith("quire.start: "))
     assert line.startswith(f"quire.start: warm-up of 4/2/16 float16: {len(names)} launches in ")
+    assert names and not times.TIMED  # its sequences have no keys
 
 
 @pytest.mark.pytorch
@@ -238,19 +250,19 @@ def test_launches_have_ranges_in_plans_of_a_profiler_alone(device):
         quire.attention(problem.q, problem.cache, before)
         plan = plan_for(problem)
         out = quire.attention(problem.q, problem.cache, plan)
-    assert isinstance(plan.runner, ranges.InRange) and not isinstance(before.runner, ranges.InRange)
-    assert not isinstance(plan_for(problem).runner, ranges.InRange)
+    assert isinstance(plan.runner, ranges.Within) and not isinstance(before.runner, ranges.Within)
+    assert not isinstance(plan_for(problem).runner, ranges.Within)
     found = [(event.name) for event in recorded.events() if event.name.startswith("quire ")]
     assert found == [f"quire {plan.kernel}: 2 sequences, at most 1 query and 20 keys each"]
     assert torch.equal(out, quire.attention(problem.q, problem.cache, before))
 
 
-def test_a_launch_in_a_range_still_writes_new_tokens(device):
+def test_a_launch_within_a_context_still_writes_new_tokens(device):
     problem = small(device)
     new = {"k": problem.cache.k[0, :2].clone(), "v": problem.cache.v[0, :2].clone()}
     new["slot_mapping"] = torch.full((2,), -1, device=device)
     plan = plan_for(problem)
-    ranged = replace(plan, runner=ranges.in_range(plan.runner, "a range"))
+    ranged = replace(plan, runner=ranges.within(plan.runner, nullcontext))
     served = isinstance(plan.runner, PortableRunner)
     assert (ranged.appender(problem.cache) is not None) == (plan.appender(problem.cache) is not None) == served
     outs = [quire.attention(problem.q, problem.cache, some, **new) for some in (plan, ranged)]
@@ -272,3 +284,128 @@ def test_ranges_are_those_of_nvtx_where_a_gpu_is_profiled(monkeypatch):
         with pytest.raises(InterruptedError):
             ranges.in_range(fail, "quire")()  # pyright: ignore[reportArgumentType]
     assert calls == ["launch", "quire", "launch", "end"]
+
+
+def test_proton_has_scopes_where_it_records(device, monkeypatch):
+    problem, scopes = small(device), []
+
+    class Profiler(ModuleType):
+        @staticmethod
+        @contextmanager
+        def scope(name: str) -> Iterator[None]:
+            scopes.append(name)
+            yield
+            scopes.append("end")
+
+    monkeypatch.setitem(sys.modules, ranges.PROTON, Profiler(ranges.PROTON))
+    for records in (False, True):
+        monkeypatch.setattr(ranges, "proton_records", lambda records=records: records)
+        plan = plan_for(problem)
+        quire.attention(problem.q, problem.cache, plan)
+        assert scopes == [f"quire {plan.kernel}: 2 sequences, at most 1 query and 20 keys each", "end"] * records
+
+
+def times_said(lines: list[str]) -> list[str]:
+    return [line.removeprefix("quire.launch: ") for line in lines if " µs, the least of " in line]
+
+
+def test_what_a_decision_takes_is_said_once_after_a_few_calls(device, lines, untimed, monkeypatch):
+    monkeypatch.setattr(quire.Plan, "predicted_us", None, raising=False)
+    problem = small(device)
+    for calls in (times.CALLS, 1):
+        plan = plan_for(problem)  # the next step's goes on where the last one ended
+        assert not times_said(lines())
+        for _ in range(calls):
+            quire.attention(problem.q, problem.cache, plan)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        plan_for(problem)  # asks the events
+    (line,) = times_said(lines())
+    asked = "2 sequences, at most 1 query and 20 keys each, 4/2/16 float16"
+    assert re.fullmatch(rf"{re.escape(f'{asked} -> {plan.launch}')}: [\d.,e-]+ µs, the least of 5 calls", line)
+    assert not isinstance(plan_for(problem).runner, ranges.Within) and not times.TIMED
+
+
+def test_calls_of_other_bounds_are_not_timed_with_those_of_a_decision(device, lines, untimed):
+    plans = [plan_for(small(device, lens)) for lens in (LENS, ((1, 18), (1, 9)))]
+    assert f"{plans[0].launch}" == f"{plans[1].launch}" and len(times.TIMED) == 1
+    assert [isinstance(plan.runner, ranges.Within) for plan in plans] == [True, False]
+
+
+def test_a_time_that_a_plan_predicts_is_said_with_the_decision_and_one_that_it_does_not_is_not(
+    device, lines, monkeypatch
+):
+    for heads, time in ((4, None), (8, 12.345)):
+        monkeypatch.setattr(quire.Plan, "predicted_us", time, raising=False)
+        plan_for(small(device, num_q_heads=heads))
+        assert lines()[0].endswith("; 12.3 µs predicted") == (time is not None)
+
+
+class Event:
+    """Stands in for an event of a GPU. Times are given, first the two of a first call."""
+
+    times = iter(())
+    over = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        assert stream == "the stream of cuda:1"
+        self.ms = next(Event.times)
+
+    def query(self) -> bool:
+        return Event.over
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.ms - self.ms
+
+
+def test_events_time_calls_outside_of_captures_and_are_asked_once_they_are_over(lines, untimed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", "the stream of {}".format)
+    took = [(0, 0.001), (1, 1.5), (2, 2.012), (3, 3.5), (4, 4.5), (5, 5.5)]
+    monkeypatch.setattr(Event, "times", iter([time for pair in took for time in pair]))
+    timing = times.TIMED["decision"] = times.Timing("decision", "words", 9.0, torch.device("cuda:1"))
+
+    def call(capturing: bool, over: bool) -> list[str]:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        monkeypatch.setattr(Event, "over", over)
+        with timing.call():
+            pass
+        return lines()
+
+    for _ in range(times.CALLS + 2):  # the last is not timed any more
+        assert not call(capturing=False, over=False)
+        assert not call(capturing=True, over=True)
+    assert call(capturing=False, over=True) == ["quire.launch: words: 12 µs, the least of 5 calls, 9 predicted"]
+    assert not call(capturing=False, over=True) and not times.TIMED
+
+
+def test_decisions_that_are_timed_at_a_time_are_bounded(device, lines, untimed, monkeypatch):
+    monkeypatch.setattr(times, "MOST", 2)
+    plans = [plan_for(small(device, num_q_heads=heads)) for heads in (2, 4, 6)]
+    assert [spec.num_q_heads for spec, _ in times.TIMED] == [4, 6] and len(plans) == 3
+
+
+@pytest.mark.pytorch
+def test_lines_in_the_documentation_are_those_that_are_said(lines, untimed):
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text("utf-8")
+    block = page.split("$ QUIRE_LOG=all python server.py\n")[1].split("```")[0]
+    spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    problem = make_problem(spec, [(1, 9)] * 4, page_size=16)
+    quire.warmup(spec, problem.cache, max_num_seqs=4, max_num_tokens=64, max_seq_len=4096)
+    table = torch.nn.functional.pad(problem.batch.page_table, (0, 255))
+    plan = quire.plan(spec, replace(problem.batch, page_table=table), max_query_len=1, max_seq_len=4096)
+    for _ in range(times.CALLS + 1):
+        quire.attention(problem.q, problem.cache, plan)
+    said = lines()
+
+    def shape(line: str) -> str:
+        return re.sub(r"[\d.,e-]+ (?=µs|s\b)", "TIME ", line)
+
+    assert [*map(shape, block.splitlines())] == [*map(shape, said)]
+
+
+def test_times_have_three_digits_or_all_before_the_point():
+    assert [*map(log.micros, (0.1234, 12.345, 123.4, 615221.0))] == ["0.123", "12.3", "123", "615,221"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import quire
-from quire.dispatch.config import KernelConfig
+from quire.dispatch.config import KernelConfig, padded, power_of_two
 from quire.dispatch.device import INTERPRETER
 from quire.dispatch.request import Bounds, Options, Request
-from quire.dispatch.tree import padded, power_of_two
-from quire.kernels.mla.launch import MAX_ROW_BLOCKS, propose, rounded_queries
+from quire.kernels.mla.launch import MAX_ROW_BLOCKS, rounded_queries
+from quire.kernels.mla.variants import variants
 from quire.plan import decide
 from quire.testing import error_budget, make_problem, owned_slots
 from tests.extended import extended
@@ -145,7 +145,7 @@ def test_many_partials_are_combined_in_two_levels(num_splits, heads, device, ass
     p = make_problem(mla(heads, sinks=True), ((1, 900), (1, 5), (1, 0)), one_query=True, device=device)
     config = small(p.spec, programs_per_sm=64)
     request = Request(p.spec, 3, False, Bounds(1, 4096, 3), INTERPRETER)
-    assert propose(request, Options(config=config))[0].is_two_level
+    assert all(launch.is_two_level for launch in variants(request, Options(config=config)).values())
     plan = quire.plan(p.spec, p.batch, max_query_len=1, max_seq_len=900, num_splits=num_splits, config=config)
     plan_launch = dataclasses.replace(plan.launch, costs=dataclasses.replace(plan.launch.costs, two_level_min_tiles=8))
     assert plan_launch.is_two_level

@@ -9,7 +9,9 @@ import torch
 import quire
 from quire.dispatch import device as devices
 from quire.dispatch.config import KernelConfig
-from quire.dispatch.tree import forget_trees
+from quire.dispatch.constants import forget
+from quire.kernels.portable.variants import uses_of
+from quire.plan import make_plan
 from quire.testing import make_problem, unwritten
 
 pytestmark = pytest.mark.triton
@@ -22,10 +24,10 @@ def mma_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans see such a target in the interpreter."""
     monkeypatch.setattr(devices, "INTERPRETER", replace(devices.INTERPRETER, native_tf32=True))
     devices._read.cache_clear()
-    forget_trees()
+    forget()
     yield
     devices._read.cache_clear()
-    forget_trees()
+    forget()
 
 
 def spec_of(head_dim: int = 16, **more) -> quire.AttentionSpec:
@@ -63,7 +65,10 @@ def test_panels_have_at_most_as_many_columns_as_asked():
 
 @pytest.mark.parametrize("lens", [(*DECODING, (40, 90)), ((40, 90), *DECODING, (5, 300), (1, 1), (0, 7), (33, 33))])
 @pytest.mark.parametrize("window", [None, 20])
-def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(lens, window, device, assert_within_budget):
+def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
+    lens, window, device, take, assert_within_budget
+):
+    take("mixed")
     spec = spec_of(sliding_window=window, sinks=True)
     p = make_problem(spec, lens, device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
@@ -75,13 +80,13 @@ def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(lens, wi
 
 
 @pytest.mark.parametrize("lens", [((40, 600), *DECODING), (*DECODING, (33, 300), (1, 400), (0, 5), (18, 600), (2, 2))])
-def test_both_launches_of_a_mixed_batch_may_have_partitions(lens, device, monkeypatch, assert_within_budget):
-    from quire.kernels.portable import choice
-
-    monkeypatch.setattr(choice, "may_be_uneven", lambda request: True)
+def test_both_launches_of_a_mixed_batch_may_have_partitions(lens, device, take, assert_within_budget):
+    take("mixed")
     p = make_problem(spec_of(), lens, device=device)
     plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="portable")
     if devices.device_properties(p.q.device).has_mma_sync:
+        cut = uses_of(replace(plan.launch, decode=None))["cut"]
+        plan = make_plan(p.spec, p.batch, replace(cut, decode=plan.launch.decode), "a test", bounds=plan.bounds)
         assert plan.launch.num_partitions and plan.launch.multi_block and plan.launch.decode.num_partitions, plan
     for _ in range(2):
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
@@ -103,7 +108,8 @@ def test_other_batches_have_one_launch(lens, options, device):
     assert plan.launch.decode is None, plan
 
 
-def test_each_launch_of_a_step_that_appends_writes_the_tokens_of_its_sequences(device, assert_within_budget):
+def test_each_launch_of_a_step_that_appends_writes_the_tokens_of_its_sequences(device, take, assert_within_budget):
+    take("mixed")
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=16, dtype=torch.float16)
     p = make_problem(spec, ((1, 700), (9, 300), (1, 40), (1, 80)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")

@@ -123,19 +123,13 @@ def test_results_are_not_rounded_to_16_bits_first(device):
 @pytest.mark.slow
 @pytest.mark.triton
 @pytest.mark.parametrize("case", [extended("decode"), "drafts"])
-def test_the_launch_that_folds_states_quantises(case, device, monkeypatch):
-    from quire.dispatch.tree import forget_trees
-    from quire.kernels.portable import launch as portable
-
-    monkeypatch.setattr(portable, "FOLD_LAUNCH_FROM", 1)
-    monkeypatch.setattr(portable, "FILLED", float("inf"))
-    forget_trees()
+def test_the_launch_that_folds_states_quantises(case, device, take):
+    take("joined")
     lens = ((1, 20), (1, 0), (1, 600)) if case == "decode" else ((3, 600), (1, 300))
     problem = make_problem(quire.AttentionSpec(**HEADS, sinks=True), lens, device=device)
     plan = quire.plan(problem.spec, problem.batch, **problem.bounds, num_splits=3, batch_invariant=True)
     assert plan.launch.has_combine_launch
     assert_rounded_once(problem, plan, 0.013)
-    forget_trees()
 
 
 def test_a_step_that_writes_its_tokens_quantises_too(device):

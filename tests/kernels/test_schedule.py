@@ -15,12 +15,9 @@ import triton.language as tl
 
 import quire
 from quire import debug
-from quire.dispatch import tree
-from quire.dispatch.config import KernelConfig
-from quire.dispatch.device import device_properties
+from quire.dispatch.config import COSTS, KernelConfig
 from quire.dispatch.request import cdiv
 from quire.kernels import scheduler as scheduling
-from quire.kernels.portable.choice import min_partition_tiles
 from quire.kernels.portable.launch import NEVER, PortableLaunch
 from quire.kernels.portable.schedule import (
     Costs,
@@ -35,6 +32,7 @@ from quire.kernels.portable.schedule import (
     span,
     units_here,
 )
+from quire.kernels.portable.variants import min_partition_tiles
 from quire.kernels.scheduler import Lengths, Scheduler
 from quire.testing import error_budget, make_problem
 
@@ -55,8 +53,7 @@ def shortest_kernel(out_ptr, means_ptr, combine_cost, min_split_tiles, two_level
 @pytest.mark.parametrize("two_level_min_tiles", [30, 700, NEVER])
 @pytest.mark.parametrize("combine_cost", [0.0, 0.29, 3.0])
 def test_host_and_device_agree_on_the_shortest_partition(combine_cost, two_level_min_tiles, device):
-    costs = tree.cost_model(SPEC, device_properties(torch.device(device)))
-    costs = dataclasses.replace(costs, two_level_combine_discount=0.4)  # 1 in some trees, which tells nothing
+    costs = dataclasses.replace(COSTS, two_level_combine_discount=0.4)
     edges = {costs.min_split_tiles, two_level_min_tiles} - {NEVER}
     means = {0.37, 1.0, 1.37, 2.0, 3.0, 7.5, 33.3, 100.0, 1024.0, 5000.0, 65536.0}
     means |= {edge + more for edge in edges for more in (-1, -0.5, 0, 0.5, 1) if edge + more >= 1}

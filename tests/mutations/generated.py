@@ -46,6 +46,7 @@ HOPPER = (
 LATENTS = (
     SIMULATED + "latents", SIMULATED + "pages_of_latents", SIMULATED + "lengths_of_latents",
     SIMULATED + "products_of_latents_in_fp8", SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents",
+    SIMULATED + "chosen_keys_of_latents",
 )  # fmt: skip
 ROTATIONS = (
     NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step",
@@ -53,7 +54,7 @@ ROTATIONS = (
     NORM_ROPE + "positions_outside_of_the_table_are_clamped",
     NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
 )
-DECISIONS = "test_decisions.py", "test_dispatch.py"
+DECISIONS = "test_dispatch.py", "test_service.py"
 RIGHT_CALLS = "test_bad_input.py::test_the_calls_are_right_before_anything_is_replaced"
 # A file belongs to the first group whose pattern it matches.
 GROUPS = {
@@ -64,8 +65,8 @@ GROUPS = {
     "kernels/copy.py": Judges(True, ("kernels/test_copy.py",)),
     "kernels/write*.py": Judges(True, ("kernels/test_write.py", "kernels/test_write_latent.py")),
     "kernels/rotate.py": Judges(True, ROTATIONS),
-    "kernels/*/choice.py": Judges(False, DECISIONS),
-    "kernels/*/launch.py": Judges(False, (*DECISIONS, "test_service.py")),
+    "kernels/*/variants.py": Judges(False, DECISIONS),
+    "kernels/*/launch.py": Judges(False, DECISIONS),
     "kernels/portable/*.py": Judges(
         True,
         (
@@ -95,8 +96,8 @@ GROUPS = {
     "intervals.py": Judges(False, ("kernels/test_intervals.py", RIGHT_CALLS)),
     "draft_trees.py": Judges(False, ("kernels/test_draft_trees.py", RIGHT_CALLS)),
     "allocator.py": Judges(False, ("test_allocator.py",)),
-    "compile_ahead/corners.py": Judges(False, ("test_service.py",)),
-    "dispatch/tree.py": Judges(False, DECISIONS),
+    "compile_ahead/launches.py": Judges(False, ("test_service.py",)),
+    "dispatch/constants/*.py": Judges(False, DECISIONS),
 }
 
 

@@ -34,6 +34,7 @@ ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
+GATHERED, CHOSEN_LATENTS = "kernels/chosen_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
@@ -596,6 +597,33 @@ IN_INTERPRETER = {
         "s.alpha.index(stage).store(gl.zeros_like(alpha) + 1.0)",
         ORDERS_OF_PRODUCTS,
     ),
+    "chosen keys on Hopper: an entry after the count": Mutant(
+        GATHERED, "mask=i < place.count, other=-1", "mask=i <= place.count, other=-1", CHOSEN_LATENTS
+    ),
+    "chosen keys on Hopper: a tile with keys that are not seen taken for a full one": Mutant(
+        LATENTS + "lists.py",
+        "flags.slice(0, 1).load(FIRST), 0) < 2",
+        "flags.slice(0, 1).load(FIRST), 0) < 1",
+        CHOSEN_LATENTS,
+    ),
+    "chosen keys on Hopper: copies not waited for": Mutant(
+        GATHERED,
+        "async_copy.mbarrier_arrive(full, increment_count=False)",
+        "mbarrier.arrive(full, count=128)",
+        CHOSEN_LATENTS,
+    ),
+    "chosen keys on Hopper: a place overwritten": Mutant(
+        GATHERED,
+        "stage = quarters.acquire(n + i)",
+        "stage = quarters.stage_of(n + i)",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_of_chosen_keys",
+    ),
+    "chosen keys on Hopper: the next part": Mutant(
+        LATENTS + "combine.py",
+        "slots = (base + part * gl.num_programs(1))",
+        "slots = (base + part)",
+        CHOSEN_LATENTS,
+    ),
 }
 
 CPU, SHIM = "test_cpu_path.py", "integrations/test_flash_attn.py::test_"
@@ -743,17 +771,23 @@ OUTSIDE = {
     "Hopper: intervals past the sequence": Mutant(
         ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
-    "plans with more scratch than their corners": Mutant(
-        "plan.py",
-        "with_most_partitions().scratch_size().total <= most:\n",
-        "with_most_partitions().scratch_size().total <= max(most, 1 << 40):\n",
-        "test_service.py::test_a_launch_between_points_has_its_own_number_of_sequences",
-    ),
     "workspace_size without the most partitions": Mutant(
-        "compile_ahead/verbs.py",
-        "max(launch.with_most_partitions().scratch_size().total for launch in launches)",
-        "max(launch.scratch_size().total for launch in launches)",
+        "compile_ahead/launches.py",
+        "size = launch.with_most_partitions().scratch_size().total",
+        "size = launch.scratch_size().total",
         "test_service.py::test_a_workspace_of_the_size_that_limits_need_serves_scratch_that_does_not_grow_with_keys",
+    ),
+    "a warm-up of the variants that are few enough": Mutant(
+        "compile_ahead/launches.py",
+        "within=True)\n        for launch in found.values():\n            yield from alike(launch)",
+        "within=True)\n        for launch in found.values():\n            yield launch",
+        "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
+    ),
+    "the most predicted time": Mutant(
+        "kernels/choose.py",
+        "sorted(found, key=cost.__getitem__)",
+        "sorted(found, key=cost.__getitem__, reverse=True)",
+        "test_dispatch.py::test_a_choice_is_of_the_least_predicted_time_where_lengths_are_known",
     ),
     "a launch of other numbers": Mutant(
         "kernels/launcher.py",

@@ -48,7 +48,7 @@ def kinds_of_batches(
     chosen: ChosenKeys | None,
     extra_chosen: ChosenKeys | None,
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return of each kind of batches what `corners.points` takes: all have chosen keys, or the first has nothing."""
+    """Return of each kind of batches what `launches.kinds` takes: all have chosen keys, or the first has nothing."""
     check_flag("intervals", intervals, "say whether batches may have them")
     check_flag("trees", trees, "say whether batches may have them")
     if chosen is not None:

@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   quire generate --model DIR --prompt 'Once upon a time'
   quire check                           # compare the kernels with the float64 oracle on this machine
   quire bench run --quick               # time Quire and the other libraries installed here
-  quire tune --quick                    # measure this GPU and fit the tree that chooses kernels
+  quire tune sweep --output 1.jsonl     # time the variants of all kernels on this GPU
   quire warmup --export DIR --limits 64 8192 8192 --spec num_q_heads=32 num_kv_heads=8 head_dim=128  # for a server
   quire env                             # what is installed, and what a plan chooses on this device and why
   quire replay call.quire               # run a call that quire.debug.record wrote to a file

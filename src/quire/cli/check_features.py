@@ -261,4 +261,18 @@ LATENT_HOPPER_FEATURES = (
     Feature("MLA on Hopper, 16 heads", DEEPSEEK, DECODING, MLA_HOPPER, {"page_size": 64}),
     Feature("MLA on Hopper, 128 heads", FULL_HEADS, ((1, 700), (1, 64), (1, 0)), MLA_HOPPER, {"page_size": 64}),
     Feature("MLA on Hopper, drafted tokens", FULL_HEADS, DRAFTS, MLA_HOPPER, {"page_size": 64}),
+    Feature(
+        "MLA on Hopper, chosen keys",
+        FULL_HEADS,
+        DRAFTS,
+        {"kernel": "chosen_hopper"},
+        {"page_size": 64, "per_token": partial(random_chosen, width=200)},
+    ),
+    Feature(
+        "MLA on Hopper, chosen keys, fp8_ds_mla",
+        DEEPSEEK | FP8,
+        DRAFTS,
+        {"kernel": "chosen_hopper"},
+        {"page_size": 64, "layout": "fp8_ds_mla", "per_token": partial(random_chosen, width=200)},
+    ),
 )

@@ -8,7 +8,6 @@ batch would take. Every line that is not "ok" says what to do.
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -26,8 +25,8 @@ from quire.cli.arguments import triton_package
 from quire.cli.doctor_versions import check_versions
 from quire.cli.env import plan_for
 from quire.cli.status_line import StatusLine
-from quire.dispatch.device import HAS_TRITON, interprets
-from quire.dispatch.tree_file import GENERIC, VARIABLE, user_folder, user_trees
+from quire.dispatch.constants import VARIABLE, constants_of, refuse_trees, user_files, user_folder
+from quire.dispatch.device import HAS_TRITON, device_properties, interprets
 from quire.errors import UnsupportedError
 from quire.spec import AttentionSpec
 
@@ -46,7 +45,6 @@ DRIVERS = (  # of whose GPUs, a file of the driver, how to install a build of to
     ("NVIDIA", Path("C:/Windows/System32/nvcuda.dll"), f"{PAGE} CUDA."),
     ("AMD", Path("/dev/kfd"), f"{PAGE} ROCm."),
 )
-FEATURES_OF_TREES = re.compile(r" at [a-z]\w* [\d.e+-]+(?:, [a-z]\w* [\d.e+-]+)*")
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def examine(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
         yield Finding(level, text)
     yield from check_device()
     yield from check_folders()
-    yield from check_user_trees()
+    yield from check_user_files()
     yield from run_kernels(is_interpreted, status)
     status("planning")
     yield from describe_plans(is_interpreted)
@@ -156,12 +154,12 @@ def check_folders() -> Iterator[Finding]:
 
         folders["Triton's compiled kernels"] = cache_folder()
         advice["Triton's compiled kernels"] = "set TRITON_CACHE_DIR"
-    trees = user_folder()
-    if trees is None:
-        yield Finding("warn", f"There is no home folder, so quire tune needs --output. Set HOME or {VARIABLE}.")
+    numbers = user_folder()
+    if numbers is None:
+        yield Finding("warn", f"There is no home folder, so quire tune fit needs --output. Set HOME or {VARIABLE}.")
     else:
-        folders["the trees of quire tune"] = trees
-        advice["the trees of quire tune"] = f"make it writable, or set {VARIABLE} to a folder that is"
+        folders["the numbers of quire tune"] = numbers
+        advice["the numbers of quire tune"] = f"make it writable, or set {VARIABLE} to a folder that is"
     for what, folder in folders.items():
         problem = why_not_writable(folder)
         if problem is None:
@@ -183,15 +181,19 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
-def check_user_trees() -> Iterator[Finding]:
-    """Say which trees of the user's were read, and which are not sound."""
+def check_user_files() -> Iterator[Finding]:
+    """Say which files of numbers of the user's were read, and which are not sound."""
+    try:
+        refuse_trees()
+    except ValueError as error:
+        yield Finding("FAIL", f"{error}.")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = user_trees()
+        found = user_files()
     for warning in caught:
         yield Finding("warn", f"{warning.message}")
     if found:
-        yield Finding("ok", f"Plans use the user's trees where they fit: {', '.join(name for name, _ in found)}.")
+        yield Finding("ok", f"Plans use the user's numbers where they fit: {', '.join(name for name, _ in found)}.")
 
 
 def run_kernels(is_interpreted: bool, status: StatusLine) -> Iterator[Finding]:
@@ -272,21 +274,21 @@ def describe_plans(is_interpreted: bool = False) -> Iterator[Finding]:
         ("MLA decode, 128 heads, 32 sequences of 4,096", latents, ((1, 4096),) * 32),
     )
     chosen: dict[str, list[str]] = {}  # titles by what is said of them
-    is_generic = False
     for title, spec, lens in batches:
         try:
             found = plan_for(spec, lens, device)
         except UnsupportedError as error:
             yield Finding("FAIL", f"{title}: no kernel serves it, since {error}")
             continue
-        is_generic |= gpu and found.reason.startswith(GENERIC)
-        reason = FEATURES_OF_TREES.sub("", found.reason).strip(" ,")
-        chosen.setdefault(f"the {found.kernel} kernel, since: {reason}.", []).append(title)
+        reason = found.reason if found.predicted_us is None else "its predicted time is the least"
+        chosen.setdefault(f"the {found.kernel} kernel, since {reason}.", []).append(title)
     where = "without the interpreter, " if is_interpreted else ""
     for words, titles in chosen.items():
         which = "every kind of batch" if len(titles) == len(batches) else "; ".join(titles)
         yield Finding("ok", f"{where}{which}: {words}")
-    if is_generic:
+    if gpu and (name := constants_of(device_properties(device)).name).endswith("scaled"):
         yield Finding(
-            "warn", "No decision tree was fitted to this GPU for some of these. Run: quire tune --quick (some minutes)"
+            "warn",
+            f"No times were measured on such a GPU, so plans have those of {name}. Run: quire tune sweep, and then "
+            "quire tune fit (half an hour)",
         )

@@ -12,8 +12,8 @@ import torch
 
 from quire import log
 from quire.batch import Batch
+from quire.dispatch.constants import VARIABLE as CONSTANTS
 from quire.dispatch.device import device_properties, is_served_by_torch
-from quire.dispatch.tree_file import VARIABLE as TREES
 from quire.kernels.ranges import VARIABLE as RANGES
 from quire.plan import Plan, plan
 from quire.spec import AttentionSpec
@@ -27,7 +27,7 @@ EXAMPLES = """examples:
 VARIABLES = {
     log.VARIABLE: "not set; plan, launch or all says each decision once, on standard error",
     RANGES: "not set; 1 gives launches NVTX ranges",
-    TREES: "not set; names the folder of the user's trees",
+    CONSTANTS: "not set; names the folder of the user's numbers for predicted times",
 }
 PACKAGES = ("quire", "torch", "triton", "transformers", "numpy")
 TYPICAL_BATCHES = {  # (query length, sequence length) of each sequence

@@ -19,7 +19,7 @@ from quire.checks.limits import check_extra, check_limits, check_what_launches
 from quire.checks.norm_rope import check_norm_rope_alone
 from quire.compile_ahead import exported, processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
-from quire.compile_ahead.launches import distinct_launches
+from quire.compile_ahead.launches import distinct_launches, scratch_within
 from quire.dispatch.device import HAS_TRITON, device_properties, interprets, is_served_by_torch
 from quire.errors import check_device, describe
 from quire.norm_rope import QKNorm, Rope
@@ -86,8 +86,7 @@ def workspace_size(
     )
     if is_served_by_torch(where):
         return 0
-    launches = distinct_launches(spec, device_properties(where), *limits)
-    return max(launch.with_most_partitions().scratch_size().total for launch in launches)
+    return scratch_within(spec, device_properties(where), *limits)
 
 
 def warmup(

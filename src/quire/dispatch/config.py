@@ -1,17 +1,18 @@
 """`KernelConfig` and `HopperConfig`: the configurations of a launch, and what they cost in shared memory.
 
-`CostModel` holds the measured constants that decide between launches. The values of all three are data, in
-`trees/*.json`; `tree.py` chooses among them.
+`CostModel` holds measured constants of the schedule of partitions. Each kernel family lists its configurations in
+`variants.py`, and `kernels/choose.py` chooses among them.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
+HOPPER_QUANTISED = (64, 64), (128, 128)  # columns of keys and values of a quantised cache that the Hopper kernel serves
 ROWS_OF_PRODUCT = 16  # of mma.sync
 LEAST_OWN_ROWS = 64  # of a row block, whose warps have rows of their own
 MIN_TMA_BOX = 8  # least rows of a page in one TMA load, as the layouts of swizzled tiles have
@@ -103,6 +104,9 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return f"{spec.dtype} queries".removeprefix("torch.")
     if spec.latent:
         return "latents"
+    if spec.kv_dtype is not spec.dtype and (spec.head_dim, spec.head_dim_v) not in HOPPER_QUANTISED:
+        values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
+        return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")
     return None
 
 
@@ -151,15 +155,6 @@ class KernelConfig:
                 f"matrix_instr_nonkdim must be 0, 16 or 32, got {self.matrix_instr_nonkdim!r}; "
                 "0 leaves it to the compiler"
             )
-
-    @property
-    def leaf(self) -> dict[str, int]:
-        """The configuration as a leaf of a decision tree, without what the spec decides and hints that are 0."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("block_d", "block_dv") and (value or name not in HINTS)
-        }
 
     @property
     def hints(self) -> dict[str, int]:
@@ -223,13 +218,13 @@ def reduced(config: KernelConfig, spec: AttentionSpec, properties: DevicePropert
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Constants, measured on one GPU, by which plans and kernels choose between ways to launch.
+    """Constants, measured on one GPU, by which kernels with partitions cut a batch by its lengths.
 
     They change the speed of a result and the order of its sums, nothing else.
 
-    A tile is `KernelConfig.block_n` keys of one sequence (`HopperConfig.block_n` in the fields that begin with
-    `hopper`). A partition is what one program of the portable kernel attends to. A partial is the state that a program
-    leaves of a block of rows that other programs attend to as well. Combining reduces a block's partials to its result.
+    A tile is `KernelConfig.block_n` keys of one sequence. A partition is what one program of the portable kernel
+    attends to. A partial is the state that a program leaves of a block of rows that other programs attend to as well.
+    Combining reduces a block's partials to its result.
 
     Attributes:
         combine_cost: time to combine one partial, in units of the time to attend to one tile. More splits shorten the
@@ -252,13 +247,6 @@ class CostModel:
             in two levels, so they are split further. Single-query plans without long sequences have one level.
         two_level_min_tiles_small: the same limit where the device holds at least `2 * many_partitions` programs per
             KV head and a partial has fewer than 16 rows.
-        short_context: for contexts of at most this many keys, and windows of half as many, the Hopper kernel runs one
-            warpgroup per CTA, not two.
-        hopper_min_tiles_per_split: the Hopper kernel gives each split at least this many tiles.
-        hopper_max_splits: the Hopper kernel splits the keys of a work tile at most this many times.
-        hopper_section_heads: with many KV heads, the Hopper kernel attends to sections of about this many, one after
-            the other. The programs that run at once then share keys and values in the L2 cache.
-        hopper_section_tiles: least work tiles of a section for each SM. With fewer, SMs would be idle at the end.
     """
 
     combine_cost: float
@@ -271,19 +259,24 @@ class CostModel:
     many_partitions: int
     two_level_min_tiles: int
     two_level_min_tiles_small: int
-    short_context: int
-    hopper_min_tiles_per_split: int
-    hopper_max_splits: int
-    hopper_section_heads: int
-    hopper_section_tiles: int
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int:
-                require_int(field.name, value, 1 if field.name.startswith("hopper") else 0)
+                require_int(field.name, value, 0)
             elif not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
                 raise ValueError(f"{field.name} must be a finite number from 0, got {value!r}; pass a measured ratio")
+
+
+def power_of_two(value: float) -> int:
+    """Round up to a power of two; return 1 for numbers below it."""
+    return 1 << (math.ceil(value) - 1).bit_length() if value > 1 else 1
+
+
+def padded(dim: int) -> int:
+    """Round a head dim up to the power of two that a tile of it has."""
+    return max(16, power_of_two(dim))
 
 
 def largest_power_of_two(number: int) -> int:
@@ -302,3 +295,24 @@ def require_int(
     kind = "a power of two" if power_of_two else kind
     limits = f"from {least} to {most}" if most else f"of at least {least}"
     raise ValueError(f"{name} must be {kind} {limits}, got {value!r}; pass one within these limits")
+
+
+# Measured on an NVIDIA H200, and used on every device.
+COSTS = CostModel(
+    combine_cost=0.29,  # 2026-11-20: combining eight partials takes 1.5 us, one tile 0.65
+    # 2026-11-26: one sequence of 2,048 to 32,768 keys, heads 16/1, 64/4 and 32/8; of 16/1 on 8,192 keys, 64 partials
+    # took 7.7 us, 32 9.2 and 128 9.3.
+    combine_launch_cost=0.02,
+    two_level_combine_discount=0.1,  # 2026-11-21: 15 to 37 % less time for one sequence of 16,384 and 65,536 keys
+    min_split_tiles=4,
+    early_exit_max_tiles=8,
+    # 2026-11-21: 32 and 64 queries on 65,536 keys from 145 to 116 and from 247 to 196 us; 3 us more where partitions
+    # are short.
+    full_tile_loop_min_tiles=8,
+    two_level_min_partials=8,  # 2026-11-21: two levels for fewer than nine partials cost 1.6 us at 8 x 1,024
+    many_partitions=64,  # 2026-11-21: of 33 partitions for each of 8 KV heads, two levels cost 1.1 us at 4,096 keys
+    two_level_min_tiles=96,  # 2026-11-21: below some 3,072 keys, code of the second level costs 0.1 to 0.4 us
+    two_level_min_tiles_small=48,  # the same for 2 KV heads and fewer
+)
+# 2026-11-22: 8,192 keys of one sequence took 22 us with two levels and 41 with one, 16 heads.
+LATENT_COSTS = replace(COSTS, many_partitions=16)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quire.dispatch.tree import padded
+from quire.dispatch.config import padded
 from quire.kernels.launch import states_at_once
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.states import LOG2E, as_stored, combine_at_once, finish

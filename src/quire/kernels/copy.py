@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.dispatch.config import power_of_two
 from quire.dispatch.request import cdiv
-from quire.dispatch.tree import power_of_two
 from quire.kernels.formats import page_tensors
 from quire.kernels.launcher import launch
 

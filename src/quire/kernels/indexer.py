@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.dispatch.config import padded, power_of_two
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import cdiv
-from quire.dispatch.tree import padded, power_of_two
 from quire.kernels import mods
 from quire.kernels.launcher import launch
 

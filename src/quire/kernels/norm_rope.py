@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
-from quire.dispatch.tree import power_of_two
+from quire.dispatch.config import power_of_two
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.rotate import load_rotated
 from quire.kernels.views import norm_rope_of

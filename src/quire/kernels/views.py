@@ -12,7 +12,7 @@ import torch
 from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache, Strides
 from quire.cache_layout import RECORD_RANK
-from quire.dispatch.tree import padded
+from quire.dispatch.config import padded
 from quire.norm_rope import QKNorm, Rope
 
 

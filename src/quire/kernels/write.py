@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.dispatch.config import padded
 from quire.dispatch.device import device_properties
-from quire.dispatch.tree import padded
 from quire.kernels import mods
 from quire.kernels.formats import largest
 from quire.kernels.launcher import Arguments, Kernel

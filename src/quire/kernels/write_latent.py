@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from quire.cache import PagedKVCache
+from quire.dispatch.config import padded, power_of_two
 from quire.dispatch.device import device_properties
-from quire.dispatch.tree import padded, power_of_two
 from quire.kernels import mods
 from quire.kernels.formats import largest, record_columns
 from quire.kernels.launcher import Arguments, Kernel

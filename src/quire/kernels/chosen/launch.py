@@ -8,19 +8,53 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch import tree
-from quire.dispatch.config import KernelConfig
+from quire.dispatch.config import KernelConfig, padded, power_of_two, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
-from quire.dispatch.tree import padded, power_of_two
 from quire.kernels import views
 from quire.kernels.launch import constexprs_of, key_of
+from quire.kernels.portable.variants import entry_of, read_config
 from quire.kernels.scratch import Part, ScratchSize, counter_bytes
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
 
-KEYS = 2048  # of a list, for the tree: all lists have one configuration
+# Rows x keys, warps, stages and programs of an SM: for up to 16, 32, 64 and more query heads of a KV head. By the
+# bytes of a cached number and the columns of a head, padded; the first that is not smaller.
+HALVES = "16x32 w8 s3 p1, 32x32 w8 s2 p1"
+CONFIGS = {
+    1: {
+        64: "16x128 w4 s3 p3, 32x128 w4 s3 p2, 64x64 w4 s3 p2, 64x128 w4 s3 p2",
+        128: "16x128 w4 s3 p3, 32x128 w4 s3 p2, 64x64 w4 s3 p2, 128x64 w8 s3 p1",
+        256: "16x64 w4 s3 p2, 16x64 w4 s3 p2, 16x64 w4 s3 p2, 32x32 w4 s3 p2",
+        512: HALVES,
+    },
+    2: {
+        64: "16x128 w4 s3 p2, 64x64 w4 s3 p2, 64x64 w4 s3 p2, 64x128 w4 s3 p2",
+        128: "16x64 w4 s3 p2, 64x64 w4 s3 p2, 64x64 w4 s3 p2, 128x64 w8 s3 p1",
+        256: "16x64 w4 s3 p1, 16x64 w4 s3 p1, 16x64 w4 s3 p1, 64x32 w8 s3 p1",
+        512: HALVES,
+    },
+    4: {128: "16x32 w8 s2 p1", 512: "16x16 w8 s2 p1"},
+}
+OF_MMA_SYNC = {  # where all products are mma.sync's; elsewhere as above
+    1: CONFIGS[1]
+    | {
+        64: "16x128 w4 s3 p2, 32x128 w4 s3 p2, 64x64 w4 s3 p2, 64x128 w4 s3 p2",
+        128: "16x64 w4 s3 p3, 32x128 w4 s3 p2, 64x64 w4 s3 p2, 128x64 w8 s3 p1",
+    },
+    2: CONFIGS[2]
+    | {
+        64: "16x128 w4 s3 p2, 32x64 w4 s3 p2, 64x64 w4 s3 p2, 128x64 w4 s3 p2",
+        128: "16x64 w4 s3 p2, 32x64 w4 s3 p2, 64x64 w4 s3 p2",
+    },
+    4: CONFIGS[4],
+}
+# Of latents, for up to 16 query heads and for more: by kibibytes of shared memory.
+OF_LATENTS = {
+    64: "16x32 w4 s2 p1", 99: "16x32 w4 s3 p1", 160: "16x64 w4 s2 p1", 163: "16x32 w4 s3 p1, 32x64 w8 s2 p1",
+    256: "16x64 w8 s3 p1, 32x64 w8 s3 p1",
+}  # fmt: skip
 MOST_WAVES = 4  # of programs that have parts of lists
 START, COMBINE = 1.0, 1.0  # what a program costs before its first tile, and the second launch, in tiles
 ROWS_OF_WGMMA, FEW_KEYS = 64, 32
@@ -333,30 +367,57 @@ class ChosenRunner:
         )
 
 
-def propose(request: Request, options: Options) -> tuple[ChosenLaunch, str] | str:
-    """Return a launch of a kernel for chosen keys and the reason; or, in words, what it does not serve."""
+def variants(request: Request, options: Options, within: bool = False) -> dict[str, ChosenLaunch] | str:
+    """Return the launch of a kernel for chosen keys by name; or, in words, what it does not serve.
+
+    Args:
+        request: the batch.
+        options: what the caller of `plan` asks for.
+        within: return all that any batch with as many queries may have, for a warm-up.
+    """
     if request.chosen is None:
         return "batches without chosen keys"
     if options.config is not None:
         return "config"
-    config, reason = choose_config(request)
-    launch = ChosenLaunch(request, config)
+    whole = ChosenLaunch(request, config_of(request))
     if options.num_splits is not None:
-        return replace(launch, num_splits=options.num_splits), reason
+        return {"chosen": replace(whole, num_splits=options.num_splits)}
     if options.batch_invariant:  # a part's end would depend on how many tokens there are
-        return launch, reason
-    return replace(launch, num_splits=choose_num_splits(launch)), reason
+        return {"chosen": whole}
+    if not within:
+        return {"chosen": replace(whole, num_splits=choose_num_splits(whole))}
+    bounds = request.bounds
+    if whole.num_programs(bounds.max_query_len) > most_programs(whole.config, request.device):
+        return {"chosen": whole}
+    few = replace(request, bounds=replace(bounds, num_tokens=bounds.max_query_len))
+    return {"chosen": whole, "chosen split": replace(whole, request=few, num_splits=2)}
 
 
-def choose_config(request: Request) -> tuple[KernelConfig, str]:
-    """Return the configuration for all batches of a spec, so that results do not depend on the batch, and the reason.
+def config_of(request: Request) -> KernelConfig:
+    """Return the configuration for all batches of a spec, so that results do not depend on the batch.
 
     Each block of heads gathers the keys again. So a block of latents has 64 heads where wgmma multiplies them. What is
     carried and converted takes registers: with more than 16 heads, a tile has fewer keys, and more tiles are in flight.
     """
     spec, device = request.spec, request.device
-    rows = power_of_two(spec.group_size)
-    config, reason = tree.select(spec, device, rows, rows * device.num_sms, KEYS, 1, fitted=False)
+    rows, is_wide, kib = power_of_two(spec.group_size), spec.dtype.itemsize == 4, device.shared_memory // 1024
+    if spec.latent:
+        text = entry_of(OF_LATENTS, kib)
+        if device.has_mfma and spec.kv_dtype.itemsize == 1:
+            text = "16x16 w4 s2 p1"
+        text = "16x16 w8 s1 p1" if is_wide else text
+    else:
+        size = spec.kv_dtype.itemsize
+        of_width = (OF_MMA_SYNC if device.has_mma_sync or (device.has_mfma and size == 1) else CONFIGS)[
+            4 if is_wide else size
+        ]
+        width = max(padded(spec.head_dim), padded(spec.head_dim_v), 512 * (is_wide and size == 1))
+        text = entry_of(of_width, width)
+        if width > 256 and not is_wide and kib <= 160:
+            text = "16x16 w4 s2 p2, 32x16 w8 s2 p1" if 64 < kib <= 99 else "16x16 w4 s2 p1, 32x16 w4 s2 p1"
+    listed = text.split(", ")
+    place = sum(rows > most for most in (16, 32, 64))
+    config = reduced(read_config(listed[min(place, len(listed) - 1)], spec), spec, device)
     if spec.latent and config.block_n >= FEW_KEYS and not device.has_mfma:
         config = replace(config, num_warps=8)
     if spec.latent and config.block_m > 16 and config.block_n > FEW_KEYS:
@@ -367,7 +428,7 @@ def choose_config(request: Request) -> tuple[KernelConfig, str]:
             config = replace(config, block_m=ROWS_OF_WGMMA, num_stages=2)
         else:
             config = replace(few, block_m=ROWS_OF_WGMMA, num_stages=3) if tall else few
-    return config, reason
+    return config
 
 
 def most_programs(config: KernelConfig, device: DeviceProperties) -> int:

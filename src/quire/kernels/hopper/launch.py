@@ -2,15 +2,13 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch import tree
-from quire.dispatch.config import HopperConfig
+from quire.dispatch.config import HopperConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable.launch import PortableLaunch
@@ -23,13 +21,11 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 
 MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
-MIN_CUT_KEYS = 1024  # keys that a query may see, from which on row blocks of a ragged batch may be cut
 MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`schedule.py`)
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
 CUT_OVERHEAD = 192  # keys that a row block could see in the time that a work tile takes for other things
-ROUNDS_OF_SPLITS = 4  # of programs with two consumer warpgroups, for whose states there is room; fewer of wide values
 # Rows of a box in tiles of 96 keys. Of eight, there are twelve, whose pages find no room in the producer's uniform
 # registers: 485 us instead of 349 (NVIDIA H200, 2026-11-26).
 MIN_BOX_OF_PIECES = 16
@@ -50,6 +46,7 @@ class HopperLaunch:
         section_heads: KV heads that are attended to at a time; None for all.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
+        cuts: whether programs cut row blocks by keys where lengths differ.
     """
 
     request: Request
@@ -60,6 +57,7 @@ class HopperLaunch:
     section_heads: int | None = None
     fixed_split_size: int = 0
     column_parts: int = 1
+    cuts: bool = False
 
     @property
     def name(self) -> str:
@@ -83,25 +81,12 @@ class HopperLaunch:
             return None
         return self.section_heads * self.request.spec.group_size // self.heads
 
-    @cached_property
+    @property
     def cut_slots(self) -> int:
-        """Slots for partials of row blocks that programs cut by keys where lengths differ; 0 if none is cut.
-
-        Two sequences have equal lengths if there are as many tokens as bounds allow, and no keys before queries. What
-        is decided depends on powers of two of the bounds alone.
-        """
-        request, bounds = self.request, self.request.bounds
-        may_differ = tree.power_of_two(bounds.max_seq_len) > tree.power_of_two(bounds.max_query_len)
-        may_differ = may_differ or request.is_ragged
-        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1
-        if request.num_seqs == 1 or not may_differ or no_cuts:
-            return 0
-        # A program's share of all work, if each row block sees one tile. The last one of a sequence is half full.
-        row_blocks = cdiv(tree.power_of_two(bounds.num_tokens), self.config.block_t)
-        row_blocks += tree.power_of_two(request.num_seqs) // 2
-        work_tiles = row_blocks * (request.spec.num_q_heads // self.heads) * self.column_parts
-        share = work_tiles * (self.config.block_n + CUT_OVERHEAD) // request.device.num_sms
-        if tree.power_of_two(request.keys_seen) <= max(MIN_CUT_KEYS, share):
+        """Slots for partials of row blocks that programs cut by keys where lengths differ; 0 if none is cut."""
+        request = self.request
+        no_cuts = request.has_intervals or self.fixed_split_size or self.num_splits > 1 or request.num_seqs == 1
+        if not self.cuts or no_cuts:
             return 0
         return CUT_WARPGROUPS_PER_SM // self.config.num_warpgroups * request.device.num_sms
 
@@ -133,14 +118,8 @@ class HopperLaunch:
 
     @property
     def split_rows(self) -> int:
-        """Rows of the states of splits: those of some rounds of work tiles, which do not depend on the bounds."""
-        rounds = 0 if self.num_splits == 1 else self.rounds_of_splits
-        return rounds * 64 * self.config.num_warpgroups * self.request.device.num_sms
-
-    @property
-    def rounds_of_splits(self) -> int:
-        """Most rounds of programs that splits take, each of which has one work tile in a round."""
-        return 1 if self.config.num_warpgroups == 1 else rounds_of_splits(self.request.spec.head_dim_v)
+        """Rows of the states of splits: those of a work tile for each SM, which do not depend on the bounds."""
+        return 64 * self.config.num_warpgroups * self.request.device.num_sms if self.num_splits > 1 else 0
 
     def num_work_tiles(self, num_tokens: int) -> int:
         """Return the most work tiles, before they are split, that `num_tokens` query tokens need over all heads."""
@@ -224,7 +203,7 @@ class HopperLaunch:
 
     def schedule_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the launch that finds the schedule."""
-        tokens = tree.power_of_two(self.config.block_t) if self.request.has_intervals else 0
+        tokens = power_of_two(self.config.block_t) if self.request.has_intervals else 0
         return {"TOKENS": tokens, "PDL": True, "num_warps": 4, "launch_pdl": True}
 
     def compile_keys(self) -> frozenset[Hashable]:
@@ -239,12 +218,14 @@ class HopperLaunch:
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
 
     def alike(self) -> "tuple[HopperLaunch, ...]":
-        """Return this launch, and one that differs in strides of states for which kernels are compiled, if any does."""
-        splits = self.num_splits
-        if splits == 1 or self.request.spec.head_dim_v % 16 == 0:
-            return (self,)
-        other = splits + 1 if splits == 2 or (splits > 4 and splits % 2) else splits - 1
-        return self, replace(self, num_splits=other)
+        """Return the launches that differ in what is decided by numbers, and for which kernels are compiled."""
+        from quire.kernels.hopper.variants import SECTION_HEADS, SPLITS_ALIKE
+
+        if self.num_splits > 1:
+            return tuple(replace(self, num_splits=number) for number in SPLITS_ALIKE)
+        heads = self.request.spec.num_kv_heads
+        sections = (None, heads) if heads > SECTION_HEADS else (None,)
+        return tuple(replace(self, section_heads=number) for number in sections)
 
     def with_most_partitions(self) -> "HopperLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
@@ -327,11 +308,6 @@ def width_of_part(spec: AttentionSpec, parts: int) -> int:
 def fits_one_box(keys: int, cache: PagedKVCache) -> bool:
     """Return whether most tiles of so many keys lie in one page, and have more rows than a box of the first kind."""
     return page_box(cache) < keys <= cache.page_size // 2
-
-
-def rounds_of_splits(head_dim_v: int) -> int:
-    """Return the most rounds that splits of programs with two consumer warpgroups take."""
-    return max(1, ROUNDS_OF_SPLITS * MAX_PORTABLE_HEAD_DIM // max(MAX_PORTABLE_HEAD_DIM, head_dim_v))
 
 
 def has_bounded_scores(spec: AttentionSpec) -> bool:

@@ -1,23 +1,17 @@
 """`MLALaunch`: a launch of the portable MLA kernel, and its runner."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch import tree
-from quire.dispatch.config import KernelConfig
-from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import Options, Request, cdiv
-from quire.dispatch.tree import padded, power_of_two
+from quire.dispatch.config import padded, power_of_two
+from quire.dispatch.request import cdiv
 from quire.kernels.launch import constexprs_of
-from quire.kernels.portable.choice import MAX_UNITS, min_partition_tiles, rounded
-from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
+from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.portable.runner import FOUND_NOW, KernelRunner
-from quire.spec import AttentionSpec
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
@@ -70,11 +64,6 @@ class MLALaunch(PortableLaunch):
         """Whether the kernel can combine partials in two levels: if there may be many of them."""
         tiles = cdiv(self.request.bounds.max_seq_len, self.config.block_n)
         return not self.fixed_split_size and tiles > self._two_level_min_tiles
-
-    @cached_property
-    def has_combine_launch(self) -> bool:
-        """False: the last program to arrive at a row block combines its partials."""
-        return False
 
     @property
     def most_partitions(self) -> int:
@@ -214,63 +203,7 @@ class MLARunner(KernelRunner):
         return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 
-def with_room_for_a_state(config: KernelConfig, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:
-    """Return a configuration with shared memory left for a state.
-
-    Batch-invariant plans store the state of a split in the loop over tiles, through shared memory.
-    """
-    state = 4 * config.block_m * config.block_dv
-    while config.num_stages > 2 and config.shared_memory(spec, device) + state > device.shared_memory:
-        config = replace(config, num_stages=config.num_stages - 1)
-    if config.block_n > 16 and config.shared_memory(spec, device) + state > device.shared_memory:
-        config = replace(config, block_n=config.block_n // 2)
-    return config
-
-
 def rounded_queries(max_query_len: int) -> int:
     """Round up to a power of two, or to three times one, so that there are few kernels."""
     three_quarters = 3 * power_of_two(max_query_len) // 4
     return three_quarters if 3 <= max_query_len <= three_quarters else power_of_two(max_query_len)
-
-
-def propose(request: Request, options: Options) -> tuple[MLALaunch, str] | str:
-    """Return a launch of the MLA kernel and the reason; or, in words, what it does not serve."""
-    spec, device = request.spec, request.device
-    if not spec.latent:
-        return "keys and values that aren't latents"
-    if request.per_token is not None:
-        return request.per_token
-    if options.config is not None:
-        config, reason = options.config, "config given by the caller"
-    elif options.batch_invariant:
-        # One configuration must serve all batches. A fitted tree has several, so the generic tree chooses.
-        config, reason = tree.select(spec, device, 16, 1, FIXED_SPLIT_SIZE, 1, fitted=False)
-        config = with_room_for_a_state(config, spec, device)
-    else:
-        config, reason = tree.select(spec, device, *rounded(request))
-    launch = MLALaunch(
-        request,
-        config,
-        costs := tree.cost_model(spec, device),
-        num_partitions=1,
-        combine_cost=costs.combine_cost if options.num_splits is None and not options.batch_invariant else 0.0,
-        fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
-    )
-    if launch.max_units >= MAX_UNITS:
-        return f"{launch.max_units} tiles"
-    launch = replace(launch, num_partitions=choose_num_partitions(launch, options))
-    reason += f", {launch.num_partitions} partitions of {launch.row_blocks} programs on {device.num_sms} SMs"
-    return launch, reason
-
-
-def choose_num_partitions(launch: MLALaunch, options: Options) -> int:
-    """Return into how many partitions a batch is cut."""
-    num_bands = launch.num_row_blocks(launch.request.bounds.num_tokens)
-    if options.num_splits is not None:
-        return max(1, options.num_splits * num_bands)
-    capacity = launch.most_partitions
-    if options.batch_invariant:
-        return max(1, min(capacity, launch.max_units))
-    tiles = max(1, cdiv(launch.request.bounds.max_seq_len, launch.config.block_n))
-    shortest = min_partition_tiles(tiles, launch.combine_cost, launch.costs, launch.two_level_min_tiles)
-    return max(1, min(capacity, num_bands * cdiv(tiles, shortest)))

@@ -98,12 +98,13 @@ def store_partial(program, slot, quarters, FIRST: gl.constexpr, m_i, l_i):
     COLUMNS: gl.constexpr = quarters[0].shape[1]
     PARTIAL_ROWS: gl.constexpr = program.config.PARTIAL_ROWS
     outputs = program.outputs
-    rows = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    cols = gl.arange(0, QUARTER, gl.SliceLayout(1, LAYOUT))
-    into = outputs.acc + slot * (PARTIAL_ROWS * 2 * HALF) + rows[None, :] * (2 * HALF) + cols[:, None]
-    for i in gl.static_range(len(quarters)):
-        gl.store(into + (FIRST + i) * QUARTER, quarters[i], mask=(rows < PARTIAL_ROWS)[None, :])
-    if FIRST == 0:
-        rows = gl.arange(0, COLUMNS, m_i.type.layout)
-        gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
-        gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)
+    if outputs.acc is not None:
+        rows = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+        cols = gl.arange(0, QUARTER, gl.SliceLayout(1, LAYOUT))
+        into = outputs.acc + slot * (PARTIAL_ROWS * 2 * HALF) + rows[None, :] * (2 * HALF) + cols[:, None]
+        for i in gl.static_range(len(quarters)):
+            gl.store(into + (FIRST + i) * QUARTER, quarters[i], mask=(rows < PARTIAL_ROWS)[None, :])
+        if FIRST == 0:
+            rows = gl.arange(0, COLUMNS, m_i.type.layout)
+            gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
+            gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)

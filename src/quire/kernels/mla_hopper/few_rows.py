@@ -28,8 +28,9 @@ from quire.kernels.mla_hopper.columns import (
     store_result,
 )
 from quire.kernels.mla_hopper.latents import make_latents
-from quire.kernels.mla_hopper.memory import QUARTER, ROPE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
+from quire.kernels.mla_hopper.lists import without_unseen
+from quire.kernels.mla_hopper.memory import QUARTER, ROPE, scales_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
 from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
@@ -39,19 +40,31 @@ class FewShared(NamedTuple):
 
     q: Any  # [4, COLUMNS, QUARTER]: quarters of the queries
     q_rope: Any  # [1, COLUMNS, ROPE]
-    p: Any  # [TILE, COLUMNS]: probabilities
+    p: Any  # [1, TILE, COLUMNS]: probabilities; of records, 4 of them, with the scales of the quarters
     latents: Any  # Latents
 
 
+@gluon.constexpr_function
+def stages_of(columns, converted):
+    """Return the quarters of tiles for which there is room."""
+    if converted:
+        return 10 if columns == 16 else 8
+    return 11 if columns == 16 else 10
+
+
 @gluon.jit
-def allocate_few(element: gl.constexpr, COLUMNS: gl.constexpr):
-    """Allocate shared memory for operands of type `element`."""
+def allocate_few(
+    element: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.constexpr = False, CONVERTED: gl.constexpr = False
+):
+    """Allocate shared memory for operands of type `element`. GATHERED, CONVERTED: as for `make_latents`."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return FewShared(
         gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, COLUMNS, ROPE], WIDE),
-        gl.allocate_shared_memory(element, [TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        make_latents(element, 11 if COLUMNS == 16 else 10, 1),
+        gl.allocate_shared_memory(
+            element, [4 if CONVERTED else 1, TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
+        ),
+        make_latents(element, stages_of(COLUMNS, CONVERTED), 1, GATHERED, CONVERTED),
     )
 
 
@@ -72,6 +85,7 @@ def consume_few(s, program):
         acc, m_i, l_i = attend(s, program, work, n)
         n += 4 * work.count
         l_i += target.poison
+        finished = seq
         seq, known, first = next_sequence(program, seq, 0)
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
             quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
@@ -79,8 +93,7 @@ def consume_few(s, program):
             acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
             store_result(program, target, 0, acc, 0, m_i, l_i)
         else:
-            slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
-            store_partial(program, slot, acc, 0, m_i, l_i)
+            store_partial(program, slot_of(program, finished, work, 0), acc, 0, m_i, l_i)
 
 
 @gluon.jit
@@ -121,31 +134,77 @@ def attend_to_tile(s, program, work, acc, m_i, sums, n, pos):
     latents, scale = s.latents, program.softmax_scale
     # The compiler cannot know that this is 0. So it computes descriptors of queries here and keeps none.
     zero = n >> 30
-    scores = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
-    for i in gl.static_range(4):
-        stage = latents.quarters.wait(n + i)
-        queries = s.q.index(zero + i).permute((1, 0))
-        scores = warpgroup_mma(latents.quarters.tiles.index(stage), queries, scores, use_acc=i > 0, is_async=True)
-    scores = warpgroup_mma(latents.rope_of(n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    scores = apply_mask(scores, pos, work, program)
-    if pos + TILE > work.visible:
+    scales = ()
+    if len(latents.scales) > 0:
+        scores, scales = multiply_records(s, n, zero, LAYOUT)
+    else:
+        scores = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
         for i in gl.static_range(4):
-            zero_invisible_rows(latents.quarters.tiles.index(latents.quarters.stage_of(n + i)), pos, work.visible)
+            stage = latents.quarters.wait(n + i)
+            queries = s.q.index(zero + i).permute((1, 0))
+            scores = warpgroup_mma(latents.quarters.tiles.index(stage), queries, scores, use_acc=i > 0, is_async=True)
+        scores = warpgroup_mma(latents.rope_of(n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    if program.config.LISTS:
+        scores = without_unseen(scores, latents.seen[0], latents.place_of(n), latents.phase_of(n), 0)
+    else:
+        scores = apply_mask(scores, pos, work, program)
+        if pos + TILE > work.visible:
+            for i in gl.static_range(4):
+                zero_invisible_rows(latents.quarters.tiles.index(latents.quarters.stage_of(n + i)), pos, work.visible)
     m_new = gl.maximum(m_i, gl.max(scores, 0) * scale)
     shift = finite(m_new)
     p = probabilities(scores, scale, shift)
     alpha = gl.exp2(m_i - shift)
     sums = sums * alpha[None, :] + p
-    s.p.store(p.to(s.p.dtype))
+    if len(scales) > 0:
+        for i in gl.static_range(4):
+            s.p.index(i).store((p * scales[i][:, None]).to(s.p.dtype))
+    else:
+        s.p.index(0).store(p.to(s.p.dtype))
     fence_async_shared()
     acc = scale_columns(acc, alpha)
     products = ()
     for i in gl.static_range(4):
         values = latents.quarters.tiles.index(latents.quarters.stage_of(n + i)).permute((1, 0))
-        products = products + (warpgroup_mma(values, s.p, acc[i], is_async=True),)
+        weights = s.p.index(i if len(scales) > 0 else 0)
+        products = products + (warpgroup_mma(values, weights, acc[i], is_async=True),)
     acc = ()
     for i in gl.static_range(4):
         acc = acc + (warpgroup_mma_wait(3 - i, deps=[products[i]]),)
         latents.quarters.release(n + i)
     return acc, m_new, sums
+
+
+@gluon.jit
+def multiply_records(s, n, zero, LAYOUT: gl.constexpr):
+    """Return the products of a tile's keys with the queries, and the scales of each quarter of a key.
+
+    The scales are those of products, whose operands are exact.
+    """
+    COLUMNS: gl.constexpr = s.q.shape[1]
+    latents = s.latents
+    of_tile = latents.scales[0].index(latents.place_of(n))
+    products, scales = (), ()
+    for i in gl.static_range(4):
+        keys = latents.quarters.tiles.index(latents.quarters.wait(n + i))
+        queries, nothing = s.q.index(zero + i).permute((1, 0)), gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
+        scale = scales_of(of_tile, i).load(gl.SliceLayout(1, LAYOUT))
+        product = warpgroup_mma(keys, queries, nothing, use_acc=False, is_async=True)
+        if COLUMNS == 32:  # registers have no room for all products
+            product = warpgroup_mma_wait(0, deps=[product]) * scale[:, None]
+            products = (product if i == 0 else products[0] + product,)
+        else:
+            products = products + (product,)
+        scales = scales + (scale,)
+    scores = gl.zeros([TILE, COLUMNS], gl.float32, LAYOUT)
+    queries = s.q_rope.index(zero).permute((1, 0))
+    scores = warpgroup_mma(latents.rope_of(n), queries, scores, use_acc=False, is_async=True)
+    if COLUMNS == 32:
+        scores = warpgroup_mma_wait(0, deps=[scores]) + products[0]
+    else:
+        finished = warpgroup_mma_wait(0, deps=(scores,) + products)
+        scores = finished[0]
+        for i in gl.static_range(4):
+            scores += finished[1 + i] * scales[i][:, None]
+    return scores, scales

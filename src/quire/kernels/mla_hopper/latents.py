@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.gluon.compat import aggregate, tma_load
-from quire.kernels.gluon.pipeline import SmemPipeline
-from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
+from quire.kernels.gluon.pipeline import THREADS, SmemPipeline, make_barriers
+from quire.kernels.mla_hopper.lists import make_seen
+from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE, make_scales
 from quire.kernels.mla_hopper.producer import load_first_pages, load_pages, produce_next, row_of
 from quire.kernels.mla_hopper.program import first_sequence, work_of
 from quire.kernels.mla_hopper.schedule import TILE
@@ -28,31 +29,52 @@ class Latents:
 
     quarters: Any  # SmemPipeline of [TILE, QUARTER]
     rope: Any  # [tiles, TILE, ROPE]: rope columns, which arrive and are freed with a tile's last quarter
+    seen: Any  # chosen keys: 1: lists.Seen, with a place for each tile
+    raw_full: Any  # records: 1: a barrier for each stage: the quarter has arrived
+    scales: Any  # records: 1: [tiles, SCALES, TILE]
+
+    @gluon.jit
+    def place_of(self, i):
+        """Return which tile in shared memory the one is to which the i-th quarter belongs."""
+        return i // 4 % self.rope.shape[0]
+
+    @gluon.jit
+    def phase_of(self, i):
+        """Return how many tiles have been there before that one."""
+        return i // 4 // self.rope.shape[0]
 
     @gluon.jit
     def rope_of(self, i):
         """Return the rope columns of the tile to which the i-th quarter belongs."""
-        return self.rope.index(i // 4 % self.rope.shape[0])
+        return self.rope.index(self.place_of(i))
 
 
 @gluon.jit
-def make_latents(element: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate memory for latents of type `element`. CONSUMERS warpgroups take tiles in turn; 1: each takes all."""
+def make_latents(
+    element: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GATHERED: gl.constexpr = False,
+    CONVERTED: gl.constexpr = False,
+):  # fmt: skip
+    """Allocate memory for latents of type `element`. CONSUMERS warpgroups take tiles in turn; 1: each takes all.
+
+    GATHERED: for chosen keys. CONVERTED: of records.
+    """
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     OF_ROPE: gl.constexpr = gl.NVMMASharedLayout(ROPE.value * BITS // 8, BITS, 2)
     TILES: gl.constexpr = (STAGES + 3) // 4  # so a tile's rope columns outlive its last quarter
     FULLS: gl.constexpr = STAGES if STAGES // 4 % CONSUMERS == 0 else STAGES * CONSUMERS
-    full = gl.allocate_shared_memory(gl.int64, [FULLS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(FULLS):
-        mbarrier.init(full.index(i), 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), 1)
+    COPIED: gl.constexpr = GATHERED and not CONVERTED
+    full, empty = make_barriers(FULLS, THREADS if COPIED else 1), make_barriers(STAGES, 1)
+    seen, raw_full, scales = (), (), ()
+    if GATHERED:
+        seen = (make_seen(TILES),)
+    if CONVERTED:
+        raw_full, scales = (make_barriers(STAGES, THREADS),), (make_scales(TILES),)
     tiles = gl.allocate_shared_memory(element, [STAGES, TILE, QUARTER], LAYOUT)
     rope = gl.allocate_shared_memory(element, [TILES, TILE, ROPE], OF_ROPE)
     BYTES: gl.constexpr = TILE * QUARTER * BITS // 8
-    return Latents(SmemPipeline(tiles, (), full, empty, (), STAGES, FULLS, QUARTER, BYTES, False), rope)
+    quarters = SmemPipeline(tiles, (), full, empty, (), STAGES, FULLS, QUARTER, BYTES, COPIED)
+    return Latents(quarters, rope, seen, raw_full, scales)
 
 
 @gluon.jit

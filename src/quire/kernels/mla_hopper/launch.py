@@ -8,12 +8,10 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch.config import MIN_TMA_BOX
-from quire.dispatch.request import Options, Request, cdiv
-from quire.dispatch.tree import power_of_two
+from quire.dispatch.config import MIN_TMA_BOX, power_of_two
+from quire.dispatch.request import Request, cdiv
 from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
-from quire.kernels.mla.launch import propose as propose_portable
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.tma import matrix_of, no_matrix, page_box
 from quire.kernels.views import Matrix
@@ -26,7 +24,6 @@ TILE = 64  # keys of a tile
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
 MAX_COLUMN_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
 MIN_COLUMNS = 16
-MIN_FP8_TILES = 3  # tiles of a partition from which on products in fp8 are faster (NVIDIA H200, 2026-11-23)
 MAX_SEQS_OF_COMBINE_BY_SEQ = 32  # up to which programs of the combine belong to sequences, otherwise to boundaries
 COMBINE_NUMBERS = 8192  # float32 numbers of partials that a program of the combine holds at once
 MIN_COMBINE_PROGRAMS = 132  # programs below which a program combines fewer rows or columns
@@ -39,10 +36,12 @@ class MLAHopperLaunch:
     Attributes:
         request: the request that was decided about.
         fallback: the launch for caches that TMA cannot address.
+        fp8_mma: whether matrix products are in fp8.
     """
 
     request: Request
     fallback: MLALaunch
+    fp8_mma: bool = False
 
     @property
     def name(self) -> str:
@@ -64,14 +63,6 @@ class MLAHopperLaunch:
         """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
         rows = power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq))
         return rows if rows <= MAX_COLUMN_ROWS else ROWS
-
-    @property
-    def fp8_mma(self) -> bool:
-        """Whether matrix products are in fp8. Over few tiles, rounding queries takes longer than such products save."""
-        spec, bounds = self.request.spec, self.request.bounds
-        allowed = spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and self.columns == ROWS
-        tiles = power_of_two(self.request.num_seqs) * cdiv(power_of_two(bounds.max_seq_len), TILE)
-        return allowed and tiles >= MIN_FP8_TILES * self.num_partitions
 
     @property
     def num_partitions(self) -> int:
@@ -100,9 +91,7 @@ class MLAHopperLaunch:
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials, and for the fallback."""
         fallback = self.fallback.scratch_size()
-        if self.num_partitions == 1:  # no sequence is cut
-            return fallback
-        rows = 2 * self.row_blocks * self.num_partitions * self.partial_rows
+        rows = 2 * self.request.device.num_sms * self.partial_rows
         states = 4 * rows * (self.request.spec.kv_lora_rank + 2)
         return ScratchSize(max(fallback.counters + states, fallback.total), fallback.counters)
 
@@ -193,37 +182,14 @@ class MLAHopperLaunch:
         )
 
 
+def can_multiply_in_fp8(request: Request) -> bool:
+    """Return whether products in fp8 are allowed, and the kernel has them for so many rows."""
+    spec = request.spec
+    return spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and request.rows_per_seq > MAX_COLUMN_ROWS
+
+
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
     if cache.layout != "NHD" or cache.scale_kind == "record" or page_box(cache) < MIN_TMA_BOX:
         return None
     return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
-
-
-def propose(request: Request, options: Options) -> tuple[MLAHopperLaunch, str] | str:
-    """Return a launch of the MLA kernel for Hopper GPUs and the reason; or, in words, what it does not serve."""
-    spec = request.spec
-    if not spec.latent:
-        return "keys and values that aren't latents"
-    if request.per_token is not None:
-        return request.per_token
-    if request.has_flat_table:
-        return "flat page tables, which shared prefixes of unequal lengths have too"
-    if not request.device.has_wgmma:
-        return "GPUs other than Hopper's"
-    if options.config is not None or options.num_splits is not None or options.batch_invariant:
-        return "config, num_splits or batch_invariant"
-    if (spec.kv_lora_rank, spec.qk_rope_head_dim) != WIDTHS:
-        return "latents that are not 512 + 64 wide"
-    if spec.dtype is torch.float32:
-        return "float32"
-    if spec.sliding_window is not None or spec.sliding_window_right is not None:
-        return "sliding windows"
-    if spec.softcap or spec.alibi or spec.sinks:
-        return "softcap, ALiBi or sinks"
-    proposal = propose_portable(request, options)
-    if isinstance(proposal, str):
-        return f"{proposal}, which the fallback does not serve"
-    launch = MLAHopperLaunch(request, proposal[0])
-    reason = f"{launch.num_partitions} partitions × {launch.row_blocks} row blocks fill {request.device.num_sms} SMs"
-    return launch, reason

@@ -24,8 +24,9 @@ from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.gluon.softmax import lse_of_rows
+from quire.kernels.mla_hopper.lists import without_unseen
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
 from quire.kernels.mla_hopper.rescale import raised, rescaled
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
@@ -63,7 +64,7 @@ def consume_many(PARITY: gl.constexpr, s, program):
         if work.starts & work.ends:
             store_result(PARITY, s, program, target, row_block + zero, acc, m_i, l_i)
         else:
-            slot = ((row_block + zero) * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
+            slot = slot_of(program, seq, work, row_block + zero)
             store_partial(PARITY, program, slot, acc, m_i, l_i)
         works += 1
         seq, known, first = next_sequence(program, seq, row_block)
@@ -130,6 +131,8 @@ def multiply_keys(PARITY: gl.constexpr, s, use, zero):
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
     for i in gl.static_range(4):
         wait(s.full[PARITY * 4 + ORDER[PARITY][i]], use)
+        if len(s.seen) > 0 and len(s.raw_full) == 0:
+            fence_async_shared()  # rows were copied by the generic proxy
         keys = s.kv.index(zero + PARITY * 4 + ORDER[PARITY][i]).permute((1, 0))
         scores = warpgroup_mma(s.q.index(zero + ORDER[PARITY][i]), keys, scores, use_acc=i > 0, is_async=True)
     rope = s.kv_rope.index(zero + PARITY).permute((1, 0))
@@ -171,11 +174,19 @@ def finish_right(SIDE: gl.constexpr, PARITY: gl.constexpr, s, acc):
 
 
 @gluon.jit
-def zero_invisible_values(PARITY: gl.constexpr, s, zero, pos, visible):
-    """Zero the values of keys that no query of the row block sees, in a tile that begins at position `pos`."""
-    if pos + TILE > visible:
-        for i in gl.static_range(4):
-            zero_invisible_rows(s.kv.index(zero + PARITY * 4 + i), pos, visible)
+def without_invisible(PARITY: gl.constexpr, s, program, work, scores, use, zero, pos):
+    """Set scores of invisible keys to -inf, in a tile that begins at position `pos`.
+
+    The values of keys that no query of the row block sees become zeros, which those of lists already are.
+    """
+    if program.config.LISTS:
+        scores = without_unseen(scores, s.seen[0], PARITY, use, 1)
+    else:
+        scores = apply_mask(scores, pos, work, program)
+        if pos + TILE > work.visible:
+            for i in gl.static_range(4):
+                zero_invisible_rows(s.kv.index(zero + PARITY * 4 + i), pos, work.visible)
+    return scores
 
 
 @gluon.jit
@@ -245,8 +256,7 @@ def attend_even(s, program, work, use, odd_use, scale):
 def attend_to_own_even_tile(s, program, work, acc, m_i, l_i, use, pos, zero, scale, OF_OUT: gl.constexpr):
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with the left columns."""
     scores = multiply_keys(EVEN, s, use, zero)
-    scores = apply_mask(scores, pos, work, program)
-    zero_invisible_values(EVEN, s, zero, pos, work.visible)
+    scores = without_invisible(EVEN, s, program, work, scores, use, zero, pos)
     m_even = raised(m_i, gl.max(scores, 1) * scale)
     p = probabilities(scores, scale, m_even)
     hand_over(EVEN, s, p, m_even)
@@ -266,8 +276,7 @@ def attend_odd(s, program, work, use, odd_use, scale):
     for i in range(work.count // 2):
         zero = (use + i) >> 30
         scores = multiply_keys(ODD, s, odd_use + i, zero)
-        scores = apply_mask(scores, pos + TILE, work, program)
-        zero_invisible_values(ODD, s, zero, pos + TILE, work.visible)
+        scores = without_invisible(ODD, s, program, work, scores, odd_use + i, zero, pos + TILE)
         highest = gl.max(scores, 1) * scale
         # The softmax of this tile overlaps the product of the even one.
         acc, m_even, alpha = attend_to_even_tile(acc, m_i, s, use + i, zero, OF_SCORES)
@@ -343,12 +352,13 @@ def store_partial(PARITY: gl.constexpr, program, slot, acc, m_i, l_i):
     OF_OUT: gl.constexpr = acc[0].type.layout
     PARTIAL_ROWS: gl.constexpr = program.config.PARTIAL_ROWS
     outputs = program.outputs
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
-    cols = PARITY * HALF + gl.arange(0, QUARTER, gl.SliceLayout(0, OF_OUT))[None, :]
-    into = outputs.acc + slot.to(gl.int64) * (PARTIAL_ROWS * 2 * HALF) + rows[:, None] * (2 * HALF) + cols
-    for i in gl.static_range(2):
-        gl.store(into + i * QUARTER, acc[i], mask=(rows < PARTIAL_ROWS)[:, None])
-    if PARITY == EVEN:
-        rows = gl.arange(0, ROWS, l_i.type.layout)
-        gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
-        gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)
+    if outputs.acc is not None:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, OF_OUT))
+        cols = PARITY * HALF + gl.arange(0, QUARTER, gl.SliceLayout(0, OF_OUT))[None, :]
+        into = outputs.acc + slot * (PARTIAL_ROWS * 2 * HALF) + rows[:, None] * (2 * HALF) + cols
+        for i in gl.static_range(2):
+            gl.store(into + i * QUARTER, acc[i], mask=(rows < PARTIAL_ROWS)[:, None])
+        if PARITY == EVEN:
+            rows = gl.arange(0, ROWS, l_i.type.layout)
+            gl.store(outputs.m_i + slot * PARTIAL_ROWS + rows, m_i, mask=rows < PARTIAL_ROWS)
+            gl.store(outputs.l_i + slot * PARTIAL_ROWS + rows, l_i, mask=rows < PARTIAL_ROWS)

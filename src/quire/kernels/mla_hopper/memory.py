@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.gluon.pipeline import make_barrier
+from quire.kernels.gluon.compat import reinterpret
+from quire.kernels.gluon.pipeline import THREADS, make_barrier
+from quire.kernels.mla_hopper.lists import make_seen
 from quire.kernels.mla_hopper.schedule import ROWS, TILE
 
 HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
 QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
 ROPE = gl.constexpr(64)  # rope columns
 PANEL = gl.constexpr(64)  # columns of a TMA box
+SCALES = gl.constexpr(8)  # rows of the scales of a tile of records in shared memory: one for each quarter, then zeros
 EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
 # Quarters of an even and of an odd tile in the order in which they are loaded and multiplied. Both warpgroups multiply
 # the values of the odd tile at the same time. So they free its quarters 0 and 2 first.
@@ -37,17 +40,29 @@ class Shared(NamedTuple):
     p_full: Any  # 2: probabilities and maximum are stored
     total_full: Any  # both sums are stored
     raw_full: Any  # fp8 latents: 8 barriers: the quarter has arrived
-    peak_full: Any  # fp8 latents: 1: both warpgroups have stored the absolute maxima of their queries
+    peak_full: Any  # fp8 latents with one scale: 1: both warpgroups have stored the absolute maxima of their queries
+    seen: Any  # chosen keys: 1: lists.Seen of the even and of the odd tile
+    scales: Any  # records: 1: [2, SCALES, TILE] of the even and of the odd tile
 
 
 @gluon.jit
-def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
-    """Allocate shared memory for operands of type `element`, and the barriers that fp8 latents need if FROM_FP8."""
+def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr, GATHERED: gl.constexpr = False):
+    """Allocate shared memory for operands of type `element`.
+
+    FROM_FP8: for latents that are converted. GATHERED: for chosen keys, of which fp8 latents have records.
+    """
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    raw_full, peak_full = (), ()
+    LOADED: gl.constexpr = THREADS if GATHERED else 1  # arrivals of what is loaded
+    raw_full, peak_full, seen, scales = (), (), (), ()
     if FROM_FP8:
-        raw_full, peak_full = one_by_one(8), (make_barrier(2),)
+        raw_full = one_by_one(8, LOADED)
+        if GATHERED:
+            scales = (make_scales(2),)
+        else:
+            peak_full = (make_barrier(2),)
+    if GATHERED:
+        seen = (make_seen(2),)
     return Shared(
         gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),
         gl.allocate_shared_memory(element, [1, ROWS, ROPE], WIDE),
@@ -55,21 +70,36 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr):
         gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        one_by_one(8),
-        one_by_one(8),
+        one_by_one(8, 1 if FROM_FP8 else LOADED),
+        one_by_one(8, 1),
         make_barrier(2),
         make_barrier(2),
-        one_by_one(2),
+        one_by_one(2, 1),
         make_barrier(2),
         raw_full,
         peak_full,
+        seen,
+        scales,
     )  # fmt: skip
 
 
 @gluon.jit
-def one_by_one(NUMBER: gl.constexpr):
-    """Allocate barriers that complete after one arrival. Each has its own place, which the compiler knows."""
+def one_by_one(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Allocate barriers that complete after ARRIVALS arrivals. Each has its own place, which the compiler knows."""
     barriers = ()
     for _ in gl.static_range(NUMBER):
-        barriers = barriers + (make_barrier(1),)
+        barriers = barriers + (make_barrier(ARRIVALS),)
     return barriers
+
+
+@gluon.jit
+def make_scales(PLACES: gl.constexpr):
+    """Allocate the scales of records in PLACES tiles."""
+    return gl.allocate_shared_memory(gl.float32, [PLACES, SCALES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def scales_of(tile, QUARTER_I: gl.constexpr):
+    """Return the scales of a quarter of the records in a tile, of which `tile` has all scales."""
+    rows = reinterpret(tile, gl.float32, [SCALES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return rows.index(QUARTER_I)

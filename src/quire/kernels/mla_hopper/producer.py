@@ -139,10 +139,10 @@ def load_quarter(s, source, rows, PARITY: gl.constexpr, QUARTER_I: gl.constexpr,
             if WITH_ROPE:
                 tma_load(kv_desc, [row, 2 * HALF], full, s.kv_rope.index(PARITY).slice(box * BOX, BOX))
         else:
-            into = raw_tile(s.kv.index(STAGE), kv_desc).slice(box * BOX, BOX)
+            into = raw_tile(s.kv.index(STAGE), kv_desc.dtype).slice(box * BOX, BOX)
             tma_load(kv_desc, [row, QUARTER_I * QUARTER], full, into)
             if WITH_ROPE:
-                into = raw_tile(s.kv_rope.index(PARITY), rope_desc).slice(box * BOX, BOX)
+                into = raw_tile(s.kv_rope.index(PARITY), kv_desc.dtype).slice(box * BOX, BOX)
                 tma_load(rope_desc, [row, 2 * HALF], full, into)
 
 
@@ -153,9 +153,10 @@ def brings_rope(parity, quarter):
 
 
 @gluon.jit
-def raw_tile(stage, desc):
-    """Return a stage of 16-bit numbers as one of twice as many rows of 8-bit numbers."""
-    return reinterpret(stage, desc.dtype, [2 * stage.shape[0], stage.shape[1]], desc.layout)
+def raw_tile(stage, element: gl.constexpr):
+    """Return a stage of 16-bit numbers as one of twice as many rows of 8-bit numbers, of type `element`."""
+    COLUMNS: gl.constexpr = stage.shape[1]
+    return reinterpret(stage, element, [2 * stage.shape[0], COLUMNS], gl.NVMMASharedLayout(COLUMNS, 8, 2))
 
 
 @gluon.jit
@@ -185,10 +186,10 @@ def convert_quarter(s, source, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, us
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait(s.raw_full[STAGE], use)
-    raw = raw_tile(s.kv.index(STAGE), source.kv_desc).slice(0, TILE).load(WIDE)
+    raw = raw_tile(s.kv.index(STAGE), source.kv_desc.dtype).slice(0, TILE).load(WIDE)
     s.kv.index(STAGE).store(raw.to(s.kv.dtype))
     if brings_rope(PARITY, QUARTER_I):
-        rope = raw_tile(s.kv_rope.index(PARITY), source.rope_desc).slice(0, TILE).load(NARROW)
+        rope = raw_tile(s.kv_rope.index(PARITY), source.kv_desc.dtype).slice(0, TILE).load(NARROW)
         s.kv_rope.index(PARITY).store(rope.to(s.kv.dtype))
     fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one
     mbarrier.arrive(s.full[STAGE], count=1)

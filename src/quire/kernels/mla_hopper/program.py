@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
+from quire.kernels.mla_hopper.lists import first_item, next_item, tiles_of_part
 from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
 from quire.kernels.portable.schedule import Sequence, is_as_planned, load_sequence
 
@@ -57,6 +58,7 @@ class Config:
     COLUMNS: gl.constexpr  # rows of a row block: columns of products, if there are at most 32
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr  # slots of a page in one TMA load
+    LISTS: gl.constexpr  # whether lists take the place of a schedule
 
 
 class Program(NamedTuple):
@@ -67,12 +69,13 @@ class Program(NamedTuple):
     lengths: Any  # scheduler.Lengths
     part: Any  # schedule.Part
     index: Any  # of the partition
-    num_partitions: Any
+    num_partitions: Any  # or programs that items go to in turn
     row_block: Any
     causal: Any
     softmax_scale: Any
     scale_ptr: Any  # the factor of fp8 latents, or None
     config: Any  # Config
+    lists: Any = None  # lists.TokenLists, with Config.LISTS: then a sequence is an item, and `part` is lists.Items
 
 
 class Work(NamedTuple):
@@ -108,22 +111,28 @@ def first_sequence(program, row_block):
         known: its `Sequence` of the schedule.
         tile: its first tile that the partition holds.
     """
-    part = program.part
-    q_start, q_len = part.seq, part.seq * 0 + 1
-    if program.lengths.cu_seqlens_q is not None:
-        q_start, q_len = part.q_start, part.q_len
-    first_pos = part.seq_len - q_len
-    if program.lengths.query_offsets is not None:
-        first_pos = part.first_pos
-    seq, known = with_rows(program, part.seq, Sequence(part.seq_len, q_start, q_len, first_pos), row_block)
-    return seq, known, part.tile
+    if program.config.LISTS:
+        return first_item(program)
+    else:
+        part = program.part
+        q_start, q_len = part.seq, part.seq * 0 + 1
+        if program.lengths.cu_seqlens_q is not None:
+            q_start, q_len = part.q_start, part.q_len
+        first_pos = part.seq_len - q_len
+        if program.lengths.query_offsets is not None:
+            first_pos = part.first_pos
+        seq, known = with_rows(program, part.seq, Sequence(part.seq_len, q_start, q_len, first_pos), row_block)
+        return seq, known, part.tile
 
 
 @gluon.jit
 def next_sequence(program, seq, row_block):
     """Return of the next sequence that has rows in the row block what `first_sequence` returns, with its lengths."""
-    seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
-    return seq, known, seq * 0
+    if program.config.LISTS:
+        return next_item(program, seq)
+    else:
+        seq, known = with_rows(program, seq + 1, load_within(program, seq + 1), row_block)
+        return seq, known, seq * 0
 
 
 @gluon.jit
@@ -164,18 +173,37 @@ def skip_without_rows(program, seq, row_block):
 @gluon.jit
 def work_of(program, seq, known, tile, row_block):
     """Return the `Work` of a sequence, whose `Sequence` is `known`, from `tile` on."""
-    part = program.part
-    visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
-    tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
-    is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
-    count = gl.where(is_cut, part.stop, tiles) - tile
-    as_planned = (tiles == part.last_tiles) | (not is_cut)
-    return Work(known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, as_planned)
+    if program.config.LISTS:
+        count, is_whole = tiles_of_part(program, seq, known)[1], seq >= 0
+        if program.lists.num_splits is not None:
+            is_whole = seq < 0
+        return Work(known.first_pos, known.seq_len, known.seq_len, tile, count, is_whole, is_whole, seq >= 0)
+    else:
+        part = program.part
+        visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
+        tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
+        is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
+        count = gl.where(is_cut, part.stop, tiles) - tile
+        as_planned = (tiles == part.last_tiles) | (not is_cut)
+        return Work(known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, as_planned)
 
 
 @gluon.jit
 def target_of(program, seq, known, work):
     """Return the `Target` of a sequence, whose `Sequence` is `known`."""
-    now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
-    as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
-    return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))
+    if program.config.LISTS:
+        return Target(known.q_start, known.q_len, 0.0)
+    else:
+        now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
+        as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
+        return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))
+
+
+@gluon.jit
+def slot_of(program, seq, work, row_block):
+    """Return where the partial of a sequence goes: each partition has two places, and each part of a list has one."""
+    if program.config.LISTS:
+        return seq.to(gl.int64) * gl.num_programs(0) + row_block
+    else:
+        slot = (row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)
+        return slot.to(gl.int64)

@@ -9,9 +9,8 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
-from quire.dispatch.config import CostModel, KernelConfig
+from quire.dispatch.config import CostModel, KernelConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
-from quire.dispatch.tree import power_of_two
 from quire.kernels import views
 from quire.kernels.launch import Runner, constexprs_of, key_of, once
 from quire.kernels.portable.runner import PortableRunner
@@ -26,15 +25,6 @@ REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of an SM of NVIDIA's GPUs, and of a 
 FEWEST_REGISTERS = 128  # of a thread, which the kernel needs whatever a configuration asks for
 FIXED_SPLIT_SIZE = 256  # keys of a split of a batch-invariant plan
 NEVER = 1 << 30  # tiles
-# Partials of a mean row block from which on a second launch combines them: with one query, and with drafts.
-COMBINE_LAUNCH_FROM, DRAFTS_COMBINE_LAUNCH_FROM = 2, 4
-TALL = 8  # rows of a partial: four of them take 5.5 us, and 6.3 without a second launch (NVIDIA H200, 2026-11-26)
-VERY_TALL = 64  # the same, of which one program combines one partial after the other
-MOST_AT_ONCE = 64  # partials of a row
-PARTIALS_OF_FEW_BLOCKS = 8  # of a row block where sequences have several, which are cut if half of the device idles
-LONG_CONTEXT, KEYS_FOR_EACH_QUERY = 8192, 64  # least keys of a sequence that may keep one program busy for long
-FOLD_LAUNCH_FROM = 512  # rows of all states of a row block, from which on a second launch folds them
-FILLED = 0.75  # row blocks of all KV heads for each SM, from which on the device counts as filled
 INTERVALS_AT_ONCE = 8
 
 
@@ -50,6 +40,8 @@ class PortableLaunch:
         combine_cost: cost of a partial, in KV tiles; 0 if the number of splits does not depend on it.
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
+        partials_at_once: partials of a row that a program of a second launch combines at once, one of `ALIKE`; 0 where
+            the programs that attend combine them.
         decode: the launch for sequences with at most `decode.max_decode_queries` queries, which follows; or None.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
@@ -61,9 +53,11 @@ class PortableLaunch:
     combine_cost: float = 0.0
     fixed_split_size: int = 0
     max_decode_queries: int = 0
+    partials_at_once: int = field(default=0, kw_only=True)
     decode: "PortableLaunch | None" = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
+    ALIKE: ClassVar[tuple[int, ...]] = (4, 16, 64)  # partials at once
 
     @property
     def name(self) -> str:
@@ -112,50 +106,16 @@ class PortableLaunch:
             return self.partial_rows >= 16
         return cdiv(self.request.bounds.max_seq_len, self.config.block_n) > self._two_level_min_tiles
 
-    @cached_property
-    def has_combine_launch(self) -> bool:
-        """Whether a second launch combines partials, or folds the states of splits.
-
-        It does if there are so few row blocks for the device that most are cut. Else other programs attend while one
-        combines. Of very few partials with few rows, a program combines all in the time that a second launch takes.
-        """
-        if not self.num_partitions or self.max_decode_queries:  # the latter is concurrent with the Hopper kernel
-            return False
-        if not self.fixed_split_size:
-            bounds = self.request.bounds
-            tiles = cdiv(power_of_two(bounds.max_seq_len), self.config.block_n)
-            pays = tiles > self.costs.min_split_tiles or self.partial_rows >= TALL
-            least = COMBINE_LAUNCH_FROM if bounds.max_query_len == 1 else DRAFTS_COMBINE_LAUNCH_FROM
-            device = self.request.device
-            starts_early = device.supports_pdl or (device.has_mma_sync and self.partial_rows >= VERY_TALL)
-            return pays and self.mean_partials >= least and starts_early
-        request = rounded_up(self.request)
-        splits = cdiv(request.bounds.max_seq_len, self.fixed_split_size)
-        row_blocks = replace(self, request=request).num_row_blocks(request.bounds.num_tokens)
-        few = row_blocks * request.spec.num_kv_heads < FILLED * request.device.num_sms
-        return few and splits * self.partial_rows >= FOLD_LAUNCH_FROM
-
-    @cached_property
-    def mean_partials(self) -> int:
-        """Partials of a mean row block, if all programs that the device holds attend.
-
-        Numbers are rounded to powers of two, so that `service.launches_within` meets what depends on them. Where
-        sequences have several row blocks, it is a guess.
-        """
-        bounds = self.request.bounds
-        if self.multi_block:
-            partials = 1 if may_be_uneven(self.request) else PARTIALS_OF_FEW_BLOCKS
-        else:
-            tokens, queries = power_of_two(bounds.num_tokens), power_of_two(bounds.max_query_len)
-            # A sequence has a row block, also one without queries, or with fewer of them than the longest one.
-            row_blocks = max(cdiv(tokens, queries), power_of_two(self.request.num_seqs) // 2)
-            partials = self.capacity // row_blocks
-        return min(cdiv(power_of_two(bounds.max_seq_len), self.config.block_n), partials)
-
     @property
-    def partials_at_once(self) -> int:
-        """Partials of a row that a program of the second launch combines at once."""
-        return min(MOST_AT_ONCE, max(4, power_of_two(self.mean_partials)))
+    def has_combine_launch(self) -> bool:
+        """Whether a second launch combines partials, or folds the states of splits."""
+        return self.partials_at_once > 0
+
+    def alike(self) -> "tuple[PortableLaunch, ...]":
+        """Return the launches that differ in what is decided by numbers, and for which kernels are compiled."""
+        if not self.has_combine_launch or self.fixed_split_size:
+            return (self,)
+        return tuple(replace(self, partials_at_once=number) for number in self.ALIKE)
 
     @cached_property
     def combine_columns(self) -> int:
@@ -208,7 +168,8 @@ class PortableLaunch:
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
         keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
         if self.num_partitions:
-            keys.add(key_of("schedule", *absent, self.has_combine_launch, **self.schedule_constexprs()))
+            unit = self.fixed_split_size or self.config.block_n
+            keys.add(key_of("schedule", *absent, self.has_combine_launch, unit, **self.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
@@ -467,29 +428,3 @@ def loads_pairs(spec: AttentionSpec, config: KernelConfig) -> bool:
     """Return whether the kernel loads fp8 numbers in pairs, if the cache can be read as 16-bit elements."""
     can = spec.kv_dtype in FP8_DTYPES and spec.dtype.itemsize == 2
     return can and min(config.block_d, config.block_dv) >= 32
-
-
-def may_be_uneven(request: Request) -> bool:
-    """Return whether one sequence of a ragged batch may have few queries and very many keys, and most others few keys.
-
-    Keys are rounded up to a power of two first, as queries are.
-
-    58 sequences of up to 155 queries on up to 42,161 keys, 10/2 heads of 24, took 157 us cut and 638 not; 50 of up to
-    13 on up to 2,532, 128/8 heads of 184, 207 cut, and 123 by the Hopper kernel (NVIDIA H200, 2026-11-23).
-    """
-    bounds = request.bounds
-    least = max(LONG_CONTEXT, KEYS_FOR_EACH_QUERY * power_of_two(bounds.max_query_len))
-    return request.is_ragged and power_of_two(request.keys_seen) >= least
-
-
-def rounded_up(request: Request) -> Request:
-    """Return a request whose numbers are powers of two, so that `service.launches_within` meets what is decided of it.
-
-    The queries of a sequence are left as they are: the configuration depends on them, and its rows are such powers.
-    """
-    bounds = replace(
-        request.bounds,
-        max_seq_len=power_of_two(request.bounds.max_seq_len),
-        num_tokens=power_of_two(request.bounds.num_tokens),
-    )
-    return replace(request, num_seqs=power_of_two(request.num_seqs), bounds=bounds)

@@ -185,7 +185,7 @@ def count_units(lengths, cu_seqlens_q, first, num_seqs, window_left, window_righ
 def min_partition_units(mean, costs):
     """Return the length of the shortest partition that is worth its cost, as a float, for sequences of `mean` units.
 
-    The host computes the same; `portable.choice.min_partition_tiles` explains the formula.
+    The host computes the same; `portable.variants.min_partition_tiles` explains the formula.
     """
     discount = tl.where(mean > costs.two_level_min_tiles, costs.two_level_discount, 1.0)
     whole = (mean <= costs.min_split_tiles) & (costs.combine_cost > 0)

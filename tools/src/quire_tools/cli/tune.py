@@ -1,33 +1,31 @@
-"""`quire tune`: measure this GPU and fit a decision tree, by which plans then choose configurations.
+"""`quire tune`: measure this GPU, and fit the numbers by which plans predict times and choose among variants.
 
-Every legal configuration is checked and then timed, on cases from the whole range that is served. A small tree is
-fitted that loses least against the best configuration of each case. It is then timed against the default, on other
-cases as well, and written to the folder that plans read. A sweep that was stopped continues from its records.
+`quire tune sweep` times every variant on cases drawn at random, and keeps the times; one that was stopped goes on from
+there. `quire tune fit` fits numbers to the records of sweeps, judges them on seeds that they were not fitted to, and
+writes them to the folder that plans read.
 """
 
 import argparse
+import signal
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.cli.arguments import CommandError, add_card, run_code_of
+from quire.dispatch.constants import USER_FILES, VARIABLE, user_folder
 from quire.dispatch.device import device_properties
-from quire.dispatch.tree import fitted_trees
-from quire.dispatch.tree_file import GENERIC, USER_TREES, VARIABLE, load_tree, read_tree, user_folder
-from quire_tools.cli.arguments import check_file, require
-from quire_tools.tuning.configs import LATENT_SECTION, SECTION
-from quire_tools.tuning.fit import explain
+from quire_tools.cli.arguments import check_file
 
 EXAMPLES = """examples:
-  quire tune --quick                    # some minutes; every plan uses the tree from then on
-  quire tune                            # all cases and configurations; Ctrl-C stops it, and the next call continues
-  quire tune --output mine.json         # a tree somewhere else, which no plan uses
-  quire tune --explain                  # the tree that plans use here, as text
-  quire tune --explain mine.json
-  quire tune --as sm86 --quick          # a tree for sm86 code on this GPU, which no other plan uses
-  quire tune --fit mine.jsonl --output mine.json   # fit the tree again to what was measured, without a GPU
+  quire tune sweep --seed 1 --output 1.jsonl --seconds 900   # Ctrl-C stops it, and the same command goes on
+  quire tune sweep --seed 2 --output 2.jsonl --seconds 300
+  quire tune fit 1.jsonl 2.jsonl                             # every plan uses the numbers from then on
+  quire tune fit 1.jsonl 2.jsonl --output mine.json          # numbers somewhere else, which no plan uses
 """
+MAX_SECONDS = 25  # of a variant, after which a kernel is taken never to end
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]", summary: str) -> None:
@@ -36,117 +34,120 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "tune",
         help=summary,
         description=__doc__,
-        epilog=f"{EXAMPLES}\nplans look for trees in {USER_TREES},\nand choose among them by device properties",
+        epilog=f"{EXAMPLES}\nplans look for numbers in {USER_FILES},\nand take those of a device like theirs",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cases, and only the usual winners")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the tree there (default: where plans look for trees)",
-    )
-    parser.add_argument(
-        "--records", type=Path, metavar="FILE", help="measured times, line by line (default: next to the tree, .jsonl)"
-    )
-    add_card(parser)
+    verbs = parser.add_subparsers(metavar="sweep | fit", required=True)
+    add_sweep(verbs)
+    add_fit(verbs)
+
+
+def add_sweep(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `quire tune sweep`."""
+    parser = subparsers.add_parser("sweep", help="time every variant on cases drawn at random, and keep the times")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases; `fit` judges each seed by the others")
+    parser.add_argument("--cases", type=int, default=10_000, metavar="N", help="how many, at most")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="lines of JSON are appended to it")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--millis", type=float, default=20.0, help="that each variant of a case is timed for")
+    parser.add_argument("--compilers", type=int, metavar="N", help="processes that compile ahead; one less than cores")
     parser.add_argument("--commit", help="the commit that is measured; git is asked when not given")
-    parser.add_argument(
-        "--fit", type=Path, metavar="RECORDS", help="measure nothing: fit a tree to these times and judge it by them"
-    )
-    parser.add_argument(
-        "--explain",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="print a tree as text, and measure nothing; the tree in use here when no file is given",
-    )
-    parser.set_defaults(run=run)
+    add_card(parser)
+    parser.set_defaults(run=run_sweep)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+def add_fit(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `quire tune fit`."""
+    parser = subparsers.add_parser("fit", help="fit numbers to the records of sweeps, and judge them on other seeds")
+    parser.add_argument("records", type=Path, nargs="+", help="files of `quire tune sweep`")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="of the numbers (default: where plans look)")
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="cases with the most regret to print")
+    parser.set_defaults(run=run_fit)
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    """Run `quire tune sweep`."""
     run_code_of(args.card)
-    if args.explain is not None:
-        print(explain_tree(*tree_to_explain(args.explain)), end="")
-        return 0
-    require("tune", "rich")
-
-    from quire.cli.console import CommandConsole
-    from quire_tools.cli import tune_sweep
-
-    console = CommandConsole()
-    if args.fit:
-        if args.output is None:
-            raise CommandError("--output must name the tree that --fit writes, got none; give a file")
-        check_files(args.output, args.fit)
-        tune_sweep.fit_again(args.fit, args.output, console)
-        return 0
     if not torch.cuda.is_available():
-        raise CommandError(
-            "quire tune must have a GPU to measure, got none; --explain prints trees that were fitted elsewhere"
-        )
-    tree = args.output or default_path(tune_sweep.title_here())
-    records = args.records or tree.with_suffix(".quick.jsonl" if args.quick else ".jsonl")
-    check_files(tree, records)
-    check_file("--records", records)
-    return tune_sweep.tune_here(tree, records, args.quick, args.commit, console)
+        raise CommandError("quire tune sweep must have a GPU to measure, got none; run it where there is one")
+    check_file("--output", args.output)
+    import triton
+
+    from quire.targets import current_target, title_here
+    from quire.version import commit as commit_here
+    from quire_tools.tuning.sweep import Compilations, cores, measure_here, sweep
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    header = {
+        "device": title_here(),
+        "properties": asdict(device_properties(device)),
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": args.commit or commit_here(),
+        "date": time.strftime("%Y-%m-%d"),
+        "millis": args.millis,
+    }
+    processes = max(1, cores() - 1) if args.compilers is None else args.compilers
+    compilations = Compilations(current_target(), processes)
+
+    def measure(case: Any, names: list[str]) -> dict[str, dict[str, Any]]:
+        # The alarm ends this process, also where it waits for a kernel that never ends.
+        found = measure_here(case, names, args.millis, device, lambda: signal.alarm(MAX_SECONDS))
+        signal.alarm(0)
+        return found
+
+    try:
+        done = sweep(args.output, header, args.seed, args.cases, compilations, measure, args.seconds)
+    finally:
+        compilations.stop()
+    print(f"{done} cases in {args.output}", flush=True)
+    return 0
 
 
-def check_files(tree: Path, records: Path) -> None:
-    """Raise CommandError unless the tree can be written, and to another file than the records."""
-    check_file("--output", tree)
-    table = tree.with_suffix(".md").resolve()
-    if table in (tree.resolve(), records.resolve()):
-        raise CommandError(
-            f"--output must not end in .md, nor have the records' name, got {tree}; a table gets that name"
-        )
-    if tree.resolve() == records.resolve():
-        raise CommandError(f"--output must be another file than the records, got {tree} for both; name another")
+def run_fit(args: argparse.Namespace) -> int:
+    """Run `quire tune fit`."""
+    from quire_tools.tuning.drawn import in_words
+    from quire_tools.tuning.fit import as_json, cross_judged, fit_all, judge, read_records, summary
+
+    for path in args.records:
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "not there"
+            raise CommandError(f"records must be files of `quire tune sweep`, got {path}, which is {what}; name others")
+    header, timed = read_records(args.records)
+    if not timed:
+        raise CommandError("records must hold times, got none; sweep first")
+    output = args.output or default_path(header["device"])
+    check_file("--output", output)
+    fitted = fit_all(timed)
+    own, others = judge(fitted, timed), cross_judged(timed)
+    print(f"fitted to {len(timed)} cases: {words(summary(own))}")
+    if others:
+        print(f"each seed by the others: {words(summary(others))}")
+        for kind in sorted({each.timed.kind for each in others}):
+            print(f"  {kind}: {words(summary([each for each in others if each.timed.kind == kind]))}")
+    for each in sorted(others or own, key=lambda each: -each.regret)[: args.worst]:
+        print(f"  {each.regret:.3f}  {each.variant} instead of {each.timed.best_variant}: {in_words(each.timed.case)}")
+    keep = "device", "torch", "triton", "commit", "date"
+    facts = {name: header[name] for name in keep if name in header}
+    facts |= {"seeds": sorted({int(each.seed) for each in timed}), "cases": len(timed)}
+    facts["judged_by_other_seeds"] = summary(others)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(as_json(fitted, facts, header["properties"]), encoding="utf-8")
+    print(f"numbers are in {output}")
+    return 0
+
+
+def words(found: dict[str, float]) -> str:
+    """Return a summary in a line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
 
 
 def default_path(device_name: str) -> Path:
-    """Return the file of the user's tree for a device."""
+    """Return the file of the user's numbers for a device."""
     folder = user_folder()
     if folder is None:
         raise CommandError(
             f"--output must name a file where the user has no home directory, got none; give one, or set {VARIABLE}"
         )
     return folder / f"{'_'.join(device_name.lower().split())}.json"
-
-
-def tree_to_explain(file: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and content of the tree in a file; of the tree in use here when `file` is empty."""
-    if file:
-        if not Path(file).exists():
-            raise CommandError(
-                f"--explain must be a tree that `quire tune` wrote, got {file}, which is not there; name another"
-            )
-        try:
-            return file, read_tree(Path(file))
-        except ValueError as error:
-            raise CommandError(f"--explain {error}") from None
-    if torch.cuda.is_available():
-        found = fitted_trees(device_properties(torch.device("cuda", torch.cuda.current_device())))
-        if found:
-            return found[0]
-    return GENERIC, load_tree(GENERIC)
-
-
-def explain_tree(name: str, tree: dict[str, Any]) -> str:
-    """Return a tree and its provenance as text."""
-    facts = ", ".join(f"{key} {value}" for key, value in tree["fitted_on"].items() if not isinstance(value, dict))
-    lines = [f"{name}: {facts}"]
-    for part, regret in tree["fitted_on"].get("regret", {}).items():
-        words = f"{regret['mean']:.3f} in geometric mean, {regret['worst']:.3f} at worst"
-        lines.append(f"regret, {part.replace('_', ' ')}: {words}")
-    if "covers" in tree:
-        kinds = (", ".join(f"{feature} {value}" for feature, value in kind.items()) for kind in tree["covers"])
-        lines.append(f"serves {'; '.join(kinds)}; the generic tree serves the others")
-    lines += ["", "kernel of prompts, where the Hopper kernel serves:", explain(tree.get("hopper", GENERIC), "  ")]
-    titles = {
-        SECTION: "configuration of the portable kernels",
-        LATENT_SECTION: "configuration of the kernel for latents",
-    }
-    sections = (f"{title}:\n{explain(tree[name], '  ')}" for name, title in titles.items() if name in tree)
-    return "\n".join(lines) + "\n".join(sections)

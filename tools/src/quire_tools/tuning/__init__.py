@@ -1,1 +1,1 @@
-"""`quire tune`, offline: the space of configurations, the sweep that measures it, the fit of a tree, and its judge."""
+"""`quire tune`, offline: cases that are drawn, the sweep that times variants on them, and the fit of their numbers."""

@@ -1,211 +1,395 @@
-"""Fit a small decision tree to measured times, so that its choices lose least against the best.
+"""Fit the numbers of variants to the records of a sweep, and judge choices by them on other seeds.
 
-The fit minimises regret, not classification error: if two configurations take nearly the same time, either is good. The
-search is greedy with look-ahead: at the upper levels the best few splits are each grown to the end, and the best of
-these trees is kept. Each leaf has a price, so a gain below it counts as noise. A leaf may leave the choice to the
-generic tree at no price, so choices without a measured gain stay as they were.
+Each variant of a kind of spec has eight numbers (`quire.dispatch.predict.Numbers`): a guess from floors of bytes and
+products (`quire.kernels.work.guess`) times a factor each. Factors are fitted by least squares of the logarithms of
+times, with the Levenberg-Marquardt method: of all variants that are used alike, of those of heads of some width, of
+those of a kind of spec, and of each one. What few cases say little about stays near the factors before.
+
+A choice compares the variants of a case. So those of a kind are fitted together in the end, and what they err by alike
+counts less than what they differ by.
 """
 
+import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from quire.dispatch.config import HINTS
-from quire.dispatch.tree import walk
-from quire.dispatch.tree_file import GENERIC
+from quire.dispatch.device import DeviceProperties
+from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
+from quire.kernels.choose import family_of, kind_of, like
+from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.work import guess, scenarios, work_of
+from quire_tools.tuning.drawn import DrawnCase, case_of
+from quire_tools.tuning.timing import HALF, candidates
 
-MAX_LEVELS = 6
-MIN_CASES = 3  # of a leaf
-LEAF_PRICE = 0.1  # of a leaf other than the generic tree, in log regret summed over cases: 10 % on one case
-BEAM = (1, 2, 2, 3, 4, 6)  # splits that are grown to the end, by the levels that are left below them
-IGNORED = {"group_size"}  # would let the tree memorise the few models measured; already part of rows_per_seq
-TOLERABLE = math.log(1.1)  # a case's loss beyond this counts more
-PENALTY = 2.0  # added to the weight of a loss beyond TOLERABLE
-COVERED = ("query_bytes", "kv_bytes", "head_dim", "head_padding")
-Tree = list[Any] | str  # nodes [feature, threshold, at or below, above]; leaves are names of configurations
+SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = (
+    2.0,
+    0.7,
+    0.7,
+    1.0,
+)  # of the logarithms of factors, around those before
+NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
+NOISE_OF_SLOWER = 0.15  # more of it, times the logarithm of a time over the best one: choices are among the best
+ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One case to fit to.
+class Seen:
+    """A variant that was timed on a case.
 
     Attributes:
-        features: what a tree may ask for.
-        times: µs by configuration, of those whose results were right.
-        weight: of its regret in the sum.
+        variant: its name.
+        work: what it did.
+        bounded: what it may do, for who knows the bounds of the batch alone, and how much that counts.
+        micros: what it took.
+        guess: its numbers, if nothing were measured.
+        is_variant: whether it may be chosen; not with half the partitions, whose times tell what an item costs.
+        is_rough: whether it was found hopeless, and its time is rough.
+        over_best: its time over that of the best variant of the case.
     """
 
-    features: dict[str, float]
-    times: dict[str, float]
-    weight: float = 1.0
-
-    def regret(self, config: str) -> float:
-        """Return the time of a configuration over that of the best; infinite if it was not measured."""
-        return self.times.get(config, math.inf) / min(self.times.values())
-
-
-class CostTable:
-    """The cost of every configuration on every case, and the splits that separate cases."""
-
-    def __init__(self, rows: Sequence[Measured]) -> None:
-        self.configs = sorted({config for row in rows for config in row.times})
-        regrets = torch.tensor([[row.regret(config) for config in self.configs] for row in rows], dtype=torch.float64)
-        losses = regrets.log()
-        weights = torch.tensor([[row.weight] for row in rows], dtype=torch.float64)
-        self.costs = weights * (losses + PENALTY * (losses - TOLERABLE).clamp(min=0))
-        prices = [0.0 if config == GENERIC else LEAF_PRICE for config in self.configs]
-        self.prices = torch.tensor(prices, dtype=torch.float64)
-        names = sorted(rows[0].features.keys() - IGNORED)
-        self.values = {name: torch.tensor([row.features[name] for row in rows]) for name in names}
-
-    def leaf(self, cases: torch.Tensor) -> tuple[float, str]:
-        """Return the configuration that costs least over some cases, and its cost."""
-        cost, at = (self.costs[cases].sum(0) + self.prices).min(0)
-        return float(cost), self.configs[int(at)]
-
-    def splits(self, cases: torch.Tensor) -> list[tuple[float, str, float, torch.Tensor, torch.Tensor]]:
-        """Return all splits of some cases, the cheapest first, with what they would cost if both sides were leaves."""
-        found = []
-        for name, values in self.values.items():
-            here = values[cases]
-            distinct = sorted(set(here.tolist()))
-            for low, high in pairwise(distinct):
-                threshold = max(low, math.isqrt(int(low * high)))  # features are mostly powers of two
-                below, above = cases[here <= threshold], cases[here > threshold]
-                if min(len(below), len(above)) >= MIN_CASES:
-                    found.append((self.leaf(below)[0] + self.leaf(above)[0], name, threshold, below, above))
-        return sorted(found, key=lambda split: split[0])
-
-    def grow(self, cases: torch.Tensor, levels: int) -> tuple[float, Tree]:
-        """Return the cheapest tree over some cases that was found, and its cost."""
-        cost, tree = self.leaf(cases)
-        best: tuple[float, Tree] = cost, tree
-        if levels == 0 or cost <= LEAF_PRICE:
-            return best
-        for _, name, threshold, below, above in self.splits(cases)[: BEAM[levels - 1]]:
-            below_cost, below_tree = self.grow(below, levels - 1)
-            above_cost, above_tree = self.grow(above, levels - 1)
-            if below_cost + above_cost < best[0]:
-                is_same = below_tree == above_tree
-                best = below_cost + above_cost, below_tree if is_same else [name, threshold, below_tree, above_tree]
-        return best
+    variant: str
+    work: Work
+    bounded: tuple[tuple[float, Work], ...]
+    micros: float
+    guess: Numbers
+    is_variant: bool = True
+    is_rough: bool = False
+    over_best: float = 1.0
 
 
-def fit_tree(rows: Sequence[Measured], levels: int = MAX_LEVELS) -> Tree:
-    """Return a tree of `[feature, threshold, at or below, above]` nodes whose leaves are names of configurations.
+@dataclass(frozen=True)
+class Timed:
+    """A case that was timed.
+
+    Attributes:
+        case: the batch.
+        kind: of spec.
+        seen: what was timed.
+        now: µs of what was chosen when the sweep was made; 0 where that was not timed.
+    """
+
+    case: DrawnCase
+    kind: str
+    seen: tuple[Seen, ...]
+    now: float = 0.0
+
+    @property
+    def variants(self) -> list[Seen]:
+        """What may be chosen."""
+        return [seen for seen in self.seen if seen.is_variant]
+
+    @property
+    def best(self) -> float:
+        """The least time of any variant."""
+        return min(seen.micros for seen in self.variants)
+
+    @property
+    def best_variant(self) -> str:
+        """The name of the variant that took the least time."""
+        return min(self.variants, key=lambda seen: seen.micros).variant
+
+    @property
+    def seed(self) -> str:
+        """The seed that the case is of."""
+        return self.case.name.split("/")[0]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted.
+
+    Attributes:
+        kinds: numbers, by kind of spec and variant.
+        factors: of what is used alike, by `family_of`: on a guess of the numbers of what was not measured.
+    """
+
+    kinds: dict[str, dict[str, Numbers]]
+    factors: dict[str, Numbers]
+
+
+def read_records(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Timed]]:
+    """Read the records of sweeps: the first header, and the cases that were timed."""
+    header: dict[str, Any] = {}
+    found: list[Timed] = []
+    for path in paths:
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # the last line of a sweep that was cut off, or something else
+                continue
+            if not isinstance(line, dict):
+                continue
+            if "properties" in line:
+                header = header or line
+                properties = DeviceProperties(**line["properties"])
+            elif "times" in line and (timed := timed_of(line, properties)) is not None:  # pyright: ignore[reportPossiblyUnboundVariable]
+                found.append(timed)
+    return header, found
+
+
+def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
+    """Return the case of a line; None if no variant was timed."""
+    case = case_of(line)
+    lens, may_be = tuple((q, s, 1) for q, s in case.lens), scenarios(case.request(device))
+    launches, times, found = candidates(case, device), line["times"], []
+    for name, result in times.items():
+        variant = name.removesuffix(HALF)
+        micros = result.get("micros", result.get("rough"))
+        if variant not in launches or micros is None:
+            continue
+        launch = launches[variant]
+        if isinstance(launch, PortableLaunch) and result.get("partitions"):
+            launch = replace(launch, num_partitions=result["partitions"])
+        bounded = tuple((share, work_of(launch, some)) for share, some in may_be)
+        is_variant, is_rough = not name.endswith(HALF), "rough" in result
+        found.append(Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough))
+    now, kind = times.get("now", {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
+    best = min((seen.micros for seen in found if seen.is_variant), default=0.0)
+    return Timed(case, kind, tuple(replace(s, over_best=s.micros / best) for s in found), now) if best else None
+
+
+def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Return what `quire.dispatch.predict.micros` does, for many rows of `Work`."""
+    launch, item, tile, sm_tile, megabyte, combine, partial, partial_megabyte = numbers
+    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes = works.T
+    programs = np.maximum(programs, 1e-9)
+    rounds, mean = programs / slots, tiles / programs
+    rounds = rounds + (np.ceil(rounds) - rounds) * np.minimum(1.0, mean / np.maximum(longest, 1e-9))
+    path = np.maximum(longest * tile, rounds * mean * tile) + np.maximum(1.0, rounds) * items / programs * item
+    products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
+    power = np.where(slots > sms, POWER, POWER_ALONE)
+    time = launch + (np.maximum(path, products) ** power + memory**power) ** (1 / power)
+    return time + (partials > 0) * (combine + partials * partial + partial_bytes * partial_megabyte / 1048576)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was timed, as arrays with a row for each time.
+
+    Attributes:
+        works: rows of `Work`.
+        guesses: rows of `Numbers`.
+        target: logarithms of times.
+        noise: of these.
+        which: of the factors that are fitted, which belong to a row.
+        case: the number of its case.
+    """
+
+    works: np.ndarray
+    guesses: np.ndarray
+    target: np.ndarray
+    noise: np.ndarray
+    which: np.ndarray
+    case: np.ndarray
+
+    def errors(self, x: np.ndarray) -> np.ndarray:
+        """Return the logarithms of predicted over measured times."""
+        return np.log(predicted(self.works, (self.guesses * np.exp(x[self.which])).T)) - self.target
+
+    def less_alike(self, of_rows: np.ndarray, alike: float) -> np.ndarray:
+        """Return numbers of rows over the noise, less a share of the mean of each case."""
+        weights = 1 / self.noise**2
+        total = np.zeros((self.case.max() + 1, of_rows.shape[1]))
+        np.add.at(total, self.case, weights[:, None] * of_rows)
+        mean = total / np.bincount(self.case, weights)[:, None]
+        return (of_rows - alike * mean[self.case]) / self.noise[:, None]
+
+
+def rows_of(seen: Sequence[Seen], which: Sequence[int], case: Sequence[int]) -> Rows:
+    """Return what was timed as arrays."""
+    noise = np.array([NOISE_OF_ROUGH if s.is_rough else NOISE for s in seen])
+    noise += NOISE_OF_SLOWER * np.maximum(0.0, np.log(np.array([s.over_best for s in seen])))
+    works, guesses = (np.array(rows, dtype=np.float64) for rows in ([s.work for s in seen], [s.guess for s in seen]))
+    target = np.log(np.array([s.micros for s in seen]))
+    return Rows(works, guesses, target, noise, np.array(which), np.array(case))
+
+
+def fit_factors(rows: Rows, prior: np.ndarray, sigma: float, alike: float = 0.0, steps: int = 60) -> np.ndarray:
+    """Return the logarithms of factors that predict times best, a row for each that `rows.which` names.
 
     Args:
-        rows: the cases to fit to, each with its features and times.
-        levels: most questions on the way to a leaf.
-
-    Raises:
-        ValueError: there are no rows, or cases that no feature separates have no configuration in common.
+        rows: what was timed.
+        prior: the logarithms to begin with.
+        sigma: how far they may be from these.
+        alike: share of the mean error of a case that counts for none of its times.
+        steps: the most that are made.
     """
-    if not rows:
-        raise ValueError("rows must hold at least one case, got none; sweep first")
-    cost, tree = CostTable(rows).grow(torch.arange(len(rows)), levels)
-    if not math.isfinite(cost):
-        raise ValueError(
-            f"rows must have configurations in common where {levels} questions do not separate them, got none; "
-            "measure more of the space"
-        )
-    return tree
+    size, count = prior.shape[1], len(rows.target)
+
+    def tried(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        errors = rows.errors(x)
+        whole = rows.less_alike(errors[:, None], alike)[:, 0]
+        robust = np.sign(whole) * np.sqrt(2 * (np.sqrt(1 + whole * whole) - 1))  # outliers count less
+        away = (x - prior) / sigma
+        return errors, np.stack([whole, robust]), float(robust @ robust + np.sum(away * away))
+
+    x, damping = prior.copy(), 1.0
+    errors, (whole, robust), cost = tried(x)
+    for _ in range(steps):
+        slopes = np.zeros((count, prior.size))
+        for i in range(size):
+            moved = x.copy()
+            moved[:, i] += 1e-4
+            slopes[np.arange(count), rows.which * size + i] = (rows.errors(moved) - errors) / 1e-4
+        shape = np.where(np.abs(robust) > 1e-9, whole / np.sqrt(1 + whole * whole) / np.where(robust, robust, 1), 1.0)
+        slopes = rows.less_alike(slopes, alike) * shape[:, None]
+        gradient = slopes.T @ robust + (x - prior).ravel() / sigma**2
+        hessian = slopes.T @ slopes + np.eye(prior.size) / sigma**2
+        while True:
+            step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient).reshape(x.shape)
+            trial = x - np.clip(step, -1, 1)
+            *after, least = tried(trial)
+            if least < cost:
+                break
+            damping *= 4
+            if damping > 1e8:
+                return x
+        gained, damping = cost - least, max(1e-6, damping / 4)
+        x, (errors, (whole, robust)), cost = trial, after, least
+        if gained < 1e-5 * cost:
+            break
+    return x
 
 
-def limit_to_measured(
-    tree: Tree,
-    rows: Sequence[Measured],
-    levels: int = MAX_LEVELS,
-    bounds: Mapping[str, tuple[float, float]] | None = None,
-) -> Tree:
-    """Return a tree whose leaves serve only batches like those that they were fitted to.
+def numbers_from(guessed: Numbers, factors: np.ndarray) -> Numbers:
+    """Return a guess times factors, given as logarithms."""
+    return Numbers(*(float(f"{value:.4g}") for value in np.array(guessed) * np.exp(factors)))
 
-    Leaves do not extrapolate. A leaf fitted only to single-query cases serves only those, a leaf fitted to none of them
-    serves none, and no leaf serves more than twice the rows per SM that it was fitted to for every head_dim. Other
-    batches use the generic tree.
 
-    Args:
-        tree: of `fit_tree`.
-        rows: the cases it was fitted to.
-        levels: most questions; a leaf that would need more becomes the generic tree's.
-        bounds: of features, by the questions on the way to the tree: above the first, up to the second.
+def fit_all(timed: Sequence[Timed]) -> Fitted:
+    """Fit the numbers of each variant of each kind of spec."""
+    by_family: dict[str, list[Seen]] = defaultdict(list)
+    by_width: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+    by_kind: dict[tuple[str, str], list[Seen]] = defaultdict(list)
+    for each in timed:
+        for seen in each.seen:
+            family = family_of(seen.variant)
+            by_family[family].append(seen)
+            by_width[each.kind.removesuffix(" invariant"), family].append(seen)
+            by_kind[each.kind, family].append(seen)
+
+    def fitted(seen: list[Seen], prior: np.ndarray, sigma: float) -> np.ndarray:
+        return fit_factors(rows_of(seen, [0] * len(seen), range(len(seen))), prior, sigma)
+
+    none = np.zeros((1, len(Numbers._fields)))
+    of_family: dict[str, np.ndarray] = {}
+    for family in sorted(by_family, key=lambda family: not family.endswith("whole")):
+        whole = of_family.get(f"{family.split()[0]} whole")  # whose loop over tiles is the same
+        prior, sigma = (none, SIGMA) if whole is None else (whole, SIGMA_OF_USE)
+        of_family[family] = fitted(by_family[family], prior, sigma)
+    of_width = {key: fitted(seen, of_family[key[1]], SIGMA_OF_KIND) for key, seen in by_width.items()}
+    of_kind: dict[tuple[str, str], np.ndarray] = {}
+    for (kind, family), seen in by_kind.items():
+        alike = kind.removesuffix(" invariant"), family
+        is_all = len(seen) == len(by_width[alike])
+        of_kind[kind, family] = of_width[alike] if is_all else fitted(seen, of_width[alike], SIGMA_OF_VARIANT)
+    kinds = {kind: fit_kind(kind, [each for each in timed if each.kind == kind], of_kind) for kind, _ in by_kind}
+    ones = Numbers(*[1.0] * len(Numbers._fields))
+    return Fitted(kinds, {family: numbers_from(ones, factors[0]) for family, factors in of_family.items()})
+
+
+def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.ndarray]) -> dict[str, Numbers]:
+    """Fit the numbers of each variant of a kind of spec, together."""
+    seen = [(number, each) for number, case in enumerate(timed) for each in case.seen]
+    guesses = {each.variant: each.guess for _, each in seen}
+    names = sorted(guesses)
+    rows = rows_of([each for _, each in seen], [names.index(each.variant) for _, each in seen], [n for n, _ in seen])
+    before = np.concatenate([prior[kind, family_of(name)] for name in names])
+    factors = fit_factors(rows, before, SIGMA_OF_VARIANT, ALIKE)
+    return {name: numbers_from(guesses[name], own) for name, own in zip(names, factors, strict=True)}
+
+
+def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
+    """Return the numbers of a variant, of one like it, or a guess times the factors of those that are used alike."""
+    of_kind = fitted.kinds.get(kind, {})
+    own = of_kind.get(seen.variant) or like(seen.variant, of_kind)
+    factors = fitted.factors.get(family_of(seen.variant))
+    return own or (seen.guess if factors is None else times(seen.guess, factors))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A choice on a case.
+
+    Attributes:
+        timed: the case.
+        variant: that was chosen.
+        regret: its time over the least one.
+        errors: of each variant, the predicted over the measured time.
     """
-    bounds = bounds or {}
-    if isinstance(tree, list):
-        name, threshold, below, above = tree
-        low, high = bounds.get(name, (0, math.inf))
-        rows_below = [row for row in rows if row.features[name] <= threshold]
-        rows_above = [row for row in rows if row.features[name] > threshold]
-        bounds_below = {**bounds, name: (low, min(high, threshold))}
-        bounds_above = {**bounds, name: (max(low, threshold), high)}
-        below = limit_to_measured(below, rows_below, levels - 1, bounds_below)
-        above = limit_to_measured(above, rows_above, levels - 1, bounds_above)
-        return below if below == above else [name, threshold, below, above]
-    if tree == GENERIC:
-        return tree
-    questions = []  # to ask before the leaf, each with the side that the leaf is on
-    is_single = {row.features["queries_per_seq"] == 1 for row in rows}
-    low, high = bounds.get("queries_per_seq", (0, math.inf))
-    if len(is_single) == 1 and low < 1 < high:
-        questions.append(("queries_per_seq", 1, is_single == {True}))
-    rows_by_dim: dict[float, list[float]] = {}
-    for row in rows:
-        rows_by_dim.setdefault(row.features["head_dim"], []).append(row.features["rows_per_sm"])
-    most = 3 * min(max(values) for values in rows_by_dim.values())  # powers of two: anything between two and four
-    if most < bounds.get("rows_per_sm", (0, math.inf))[1]:
-        questions.append(("rows_per_sm", most, True))
-    if len(questions) > levels:
-        return GENERIC
-    for name, threshold, at_or_below in questions:
-        tree = [name, threshold, tree, GENERIC] if at_or_below else [name, threshold, GENERIC, tree]
-    return tree
+
+    timed: Timed
+    variant: str
+    regret: float
+    errors: dict[str, float]
 
 
-def regrets(rows: Sequence[Measured], tree: Tree) -> dict[str, float]:
-    """Return the regret of a tree over some cases: geometric mean and worst."""
-    each = [row.regret(walk(tree, row.features)) for row in rows]
-    return {"mean": statistics.geometric_mean(each), "worst": max(each), "cases": len(each)}
+def judge(fitted: Fitted, timed: Sequence[Timed]) -> list[Judged]:
+    """Judge what is chosen by the bounds of each case, and what is predicted by its lengths."""
+    found: list[Judged] = []
+    for each in timed:
+        known = {seen: numbers_of(fitted, each.kind, seen) for seen in each.variants}
+        cost = dict.fromkeys(known, 0.0)
+        for i, (share, _) in enumerate(each.variants[0].bounded):
+            taken = {seen: micros(seen.bounded[i][1], numbers) for seen, numbers in known.items()}
+            for seen, time in taken.items():
+                cost[seen] += share * time / min(taken.values())
+        chosen = min(cost, key=cost.__getitem__)
+        errors = {seen.variant: micros(seen.work, numbers) / seen.micros for seen, numbers in known.items()}
+        found.append(Judged(each, chosen.variant, chosen.micros / each.best, errors))
+    return found
 
 
-def replace_leaves(tree: Tree, leaves: Mapping[str, Any]) -> Any:
-    """Return a tree with each leaf's name replaced by its configuration."""
-    if isinstance(tree, list):
-        name, threshold, below, above = tree
-        return [name, threshold, replace_leaves(below, leaves), replace_leaves(above, leaves)]
-    return leaves[tree]
+def summary(judged: Sequence[Judged]) -> dict[str, float]:
+    """Return the regret, in geometric mean and at worst, and the error of predicted times of what was chosen."""
+    if not judged:
+        return {"cases": 0}
+    regrets = [each.regret for each in judged]
+    now = [each.timed.now / each.timed.best for each in judged if each.timed.now]
+    errors = sorted(abs(each.errors[each.variant] - 1) for each in judged)
+    return {
+        "cases": len(judged),
+        "mean_regret": round(statistics.geometric_mean(regrets), 4),
+        "regret_95": round(percentile(regrets), 3),
+        "worst_regret": round(max(regrets), 3),
+        "now_mean": round(statistics.geometric_mean(now), 4) if now else 0.0,
+        "now_worst": round(max(now), 3) if now else 0.0,
+        "median_error": round(statistics.median(errors), 4),
+        "error_95": round(percentile(errors), 4),
+    }
 
 
-def covers_of(rows: Sequence[Measured]) -> list[dict[str, float]]:
-    """Return the combinations of dtypes and head dims that the cases have."""
-    return [dict(kind) for kind in dict.fromkeys(tuple((name, row.features[name]) for name in COVERED) for row in rows)]
+def percentile(numbers: Sequence[float]) -> float:
+    """Return the number that 95 % of some numbers do not exceed."""
+    return sorted(numbers)[math.ceil(0.95 * len(numbers)) - 1]
 
 
-def explain(tree: Any, indent: str = "") -> str:
-    """Return a tree as text."""
-    if not isinstance(tree, list):
-        return f"{indent}{describe_leaf(tree)}\n"
-    feature, threshold, below, above = tree
-    inner = indent + "  "
-    return (
-        f"{indent}{feature} up to {threshold}:\n{explain(below, inner)}"
-        f"{indent}{feature} above {threshold}:\n{explain(above, inner)}"
-    )
+def cross_judged(timed: Sequence[Timed]) -> list[Judged]:
+    """Judge the cases of each seed by numbers that were fitted to the others."""
+    found: list[Judged] = []
+    seeds = sorted({each.seed for each in timed})
+    for seed in seeds if len(seeds) > 1 else ():
+        fitted = fit_all([each for each in timed if each.seed != seed])
+        found += judge(fitted, [each for each in timed if each.seed == seed])
+    return found
 
 
-def describe_leaf(leaf: Any) -> str:
-    """Return a leaf's decision, in words."""
-    if leaf == GENERIC:
-        return "the generic tree's choice"
-    if isinstance(leaf, bool):
-        return "the Hopper kernel" if leaf else "the portable kernels"
-    loop = ", full-tile loop" if leaf["full_tile_loop"] else ""
-    hints = "".join(f", {hint} {leaf[hint]}" for hint in HINTS if leaf.get(hint))
-    programs = f"{leaf['programs_per_sm']} program{'s' * (leaf['programs_per_sm'] != 1)}"
-    stages = f"{leaf['num_stages']} stage{'s' * (leaf['num_stages'] != 1)}"
-    size = f"{leaf['block_m']} rows × {leaf['block_n']} keys, {leaf['num_warps']} warps, {stages}"
-    return f"{size}{loop}{hints}, split for {programs} per SM"
+def as_json(fitted: Fitted, provenance: dict[str, Any], properties: dict[str, Any]) -> str:
+    """Return numbers as the file that plans read."""
+
+    def listed(numbers: dict[str, Numbers], indent: str) -> str:
+        return ",\n".join(f"{indent}{json.dumps(name)}: {json.dumps(own)}" for name, own in sorted(numbers.items()))
+
+    kinds = [
+        f"    {json.dumps(kind)}: {{\n{listed(variants, '      ')}}}" for kind, variants in sorted(fitted.kinds.items())
+    ]
+    head = json.dumps(provenance | {"numbers": ", ".join(Numbers._fields)})
+    parts = '  "factors": {\n' + listed(fitted.factors, "    ") + '},\n  "kinds": {\n' + ",\n".join(kinds) + "}"
+    return f'{{\n  "fitted_on": {head},\n  "properties": {json.dumps(properties)},\n{parts}\n}}\n'

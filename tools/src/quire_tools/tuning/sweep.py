@@ -1,157 +1,170 @@
-"""Measure every legal configuration on every case, fewer of them for longer in each round.
+"""Time every variant on cases drawn at random, and keep each case's times as a line of JSON.
 
-Each number is recorded at once. A case begins with all configurations that are legal for it. Those whose results are
-wrong are left out before anything is timed. The rest are timed in rounds (successive halving): after each round those
-that cannot win are dropped, and the next round measures longer. The generic tree's choice stays to the end, so that a
-tree can be compared with it.
+Other cores compile the variants of the next cases meanwhile. A case is timed as soon as all of its kernels are
+compiled. Lines are only appended, so what was measured before a sweep is cut off is kept, and the same command goes on
+after it. A case that was begun is not begun again: it may be the one that has lost the device.
 """
 
-import statistics
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import gc
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from quire.dispatch.device import DeviceProperties
-from quire_tools.bench.case import Case
-from quire_tools.bench.inputs import Inputs, make_inputs
-from quire_tools.bench.measure import capture, describe_error, replay
-from quire_tools.bench.peers import quire_calls
-from quire_tools.bench.sample import Sample
-from quire_tools.tuning.configs import HOPPER, Config, configs_of, key_of, leaf_of, options_of
-from quire_tools.tuning.jobs import Job
-from quire_tools.tuning.records import Records
+from quire.targets import Target, _prepare_process
+from quire_tools.tuning.drawn import DrawnCase, draw, in_words
+from quire_tools.tuning.timing import Session, candidates, compile_variant
 
-ROUNDS = (3, 7, 15)  # replays of each configuration, by round
-WITHIN = (1.5, 1.15)  # of the best time: what goes on to the second round, and to the third
-AT_MOST = (24, 8)  # configurations that go on
-MAX_SPILLS = 16  # bytes per thread, which ptxas spills by choice; a configuration that spills more is never timed
-MAX_TABLES = 32  # page tables of a case
+AHEAD = 30  # cases whose kernels are asked for before they are timed
+Measure = Callable[[DrawnCase, list[str]], dict[str, dict[str, Any]]]
 
 
-class Session(Protocol):
-    """What measures the configurations of one case."""
+def measure_here(
+    case: DrawnCase, names: list[str], millis: float, device: torch.device, before: Callable[[], object] = int
+) -> dict[str, dict[str, Any]]:
+    """Return the times of some variants of a case, on a device of this process; `before` is called before each step."""
+    before()
+    session = Session(case, device)
+    for name in names:
+        before()
+        session.prepare(name)
+    before()
+    session.time_all(millis)
+    found = session.times()
+    session.ready.clear()
+    session.synchronise()
+    del session
+    gc.collect()
+    return found
 
-    def check(self, config: Config) -> str | None:
-        """Make a configuration ready to be timed; return what is wrong with its result, or None."""
-        ...
 
-    def time(self, configs: Sequence[Config], replays: int) -> list[float]:
-        """Return the median time of each in µs, measured in turn."""
-        ...
+class Compilations:
+    """Compilations that other processes make, by the kernels that they need.
 
+    Args:
+        target: what is compiled for.
+        processes: how many compile at once.
+        compile_one: `compile_variant`, or what takes its place in a test.
+    """
 
-class GpuSession:
-    """Measures on the current GPU, as the bench does."""
+    def __init__(self, target: Target, processes: int, compile_one: Callable[..., Any] = compile_variant) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(processes, context, _prepare_process) if processes else None
+        self.target, self.compile_one = target, compile_one
+        self.found: dict[Hashable, Future[Any]] = {}
 
-    def __init__(self, case: Case) -> None:
-        self.inputs: Inputs = make_inputs(case, max_tables=MAX_TABLES)
-        self.sample = Sample(self.inputs, self.inputs.tables[0])
-        self.ready: dict[Config, tuple[torch.cuda.CUDAGraph, list]] = {}
+    def ask(self, case: DrawnCase) -> dict[str, Future[Any]]:
+        """Return a future for each variant of a case."""
+        asked: dict[str, Future[Any]] = {}
+        for name, launch in candidates(case, self.target.properties).items():
+            key = case.spec, case.page_size, launch.compile_keys()
+            if key not in self.found:
+                if self.pool is None:
+                    self.found[key] = Future()
+                    self.found[key].set_result((0.0, []))
+                else:
+                    self.found[key] = self.pool.submit(self.compile_one, case, name, self.target)
+            asked[name] = self.found[key]
+        return asked
 
-    def check(self, config: Config) -> str | None:
-        """Compare a sample of the result with the oracle, and capture the launches; return what is wrong, or None."""
-        out = self.inputs.empty_out()
-        try:
-            plan = quire_calls(self.inputs, out, **options_of(config))
-            calls = [plan(table) for table in self.inputs.tables]
-            calls[0]()
-            verdict = self.sample.judge(out)
-            if not verdict.passed:
-                return f"error {verdict.error:.2g}, {verdict.out:.1f} times its budget"
-            self.ready[config] = capture(calls), calls
-        except Exception as error:  # Triton's compiler raises many kinds
-            torch.cuda.synchronize()  # raises if this process has lost the device
-            return describe_error(error)
-        return None
-
-    def time(self, configs: Sequence[Config], replays: int) -> list[float]:
-        """Return the median time of a launch of each in µs, over replays of their graphs in turn."""
-        times: list[list[float]] = [[] for _ in configs]
-        for _ in range(replays):
-            for config, found in zip(configs, times, strict=True):
-                found.append(replay(self.ready[config][0]) / len(self.inputs.tables))
-        return [statistics.median(found) for found in times]
+    def stop(self) -> None:
+        """End all processes, whatever they do."""
+        if self.pool is not None:
+            processes = list(getattr(self.pool, "_processes", {}).values())
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
 
 
 def sweep(
-    chosen: Sequence[Job],
-    records: Records,
-    properties: DeviceProperties,
-    quick: bool,
-    session: Callable[[Case], Session],
-    excluded: frozenset[tuple[str, str]] = frozenset(),
-    advance: Callable[[str, int], None] = lambda case, count: None,
-) -> None:
-    """Measure everything that the records lack.
+    path: Path,
+    header: dict[str, Any],
+    seed: int,
+    count: int,
+    compilations: Compilations,
+    measure: Measure,
+    seconds: float,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Time all variants of drawn cases, and write a line for each case.
 
     Args:
-        chosen: the cases.
-        records: read and added to.
-        properties: of the device.
-        quick: measure the usual winners only.
-        session: makes what measures a case.
-        excluded: (case, configuration) names that compilation has ruled out.
-        advance: is called with a case's name and how many of its configurations were finished.
+        path: of the records; cases that were begun in them are left out.
+        header: the first line: what the numbers belong to.
+        seed: of the cases.
+        count: how many cases, at most.
+        compilations: what compiles ahead.
+        measure: returns the times of some variants of a case.
+        seconds: no case is begun after so many.
+        say: takes a line for each case.
+
+    Returns:
+        How many cases were timed.
     """
-    for job in chosen:
-        case = job.case
-        configs = configs_of(case, properties, quick)
-        if case.name in records.done:
-            advance(case.name, len(configs))
-            continue
-        try:
-            measured = session(case)
-        except torch.cuda.OutOfMemoryError:  # the largest cases need more memory than some GPUs have
-            records.add(done=case.name)
-            advance(case.name, len(configs))
-            continue
-        default, alive = configs[0], []
-        for config in configs:
-            if find_fault(case, config, records, measured, excluded if config is not default else frozenset()) is None:
-                alive.append(config)
-            advance(case.name, 1)
-        measure_rounds(case, alive, default, records, measured)
-        records.add(done=case.name)
-        del measured  # its memory, before the next case's
+    begun, done, earlier = time.perf_counter(), 0, names_begun(path)
+    cases = (case for case in islice(draw(seed), count) if case.name not in earlier)
+    pending: list[tuple[DrawnCase, dict[str, Future[Any]]]] = []
+
+    def spent() -> float:
+        return time.perf_counter() - begun
+
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(header) + "\n")
+        while spent() < seconds:
+            while len(pending) < AHEAD and (case := next(cases, None)) is not None:
+                pending.append((case, compilations.ask(case)))
+            if not pending:
+                break
+            ready = next((i for i, (_, asked) in enumerate(pending) if all(f.done() for f in asked.values())), None)
+            if ready is None:
+                waiting = [future for _, asked in pending for future in asked.values() if not future.done()]
+                wait(waiting, timeout=max(0.05, min(5.0, seconds - spent())), return_when=FIRST_COMPLETED)
+                continue
+            case, asked = pending.pop(ready)
+            results = {name: future.result() for name, future in asked.items()}
+            failed = {name: {"wrong": found} for name, (_, found) in results.items() if isinstance(found, str)}
+            at = spent()
+            file.write(json.dumps({"begun": case.name}) + "\n")
+            file.flush()
+            try:
+                times = measure(case, [name for name in asked if name not in failed])
+            except torch.cuda.OutOfMemoryError as error:
+                times = {"": {"wrong": str(error)[:100]}}
+            except Exception:
+                say(f"{in_words(case)}: after this, the device is lost")
+                raise
+            line = case.as_json() | {"times": times | failed, "compiled": compiled_of(results)}
+            line["seconds"] = [round(at, 2), round(spent() - at, 2)]
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            done += 1
+            say(f"{spent():6.1f} s  {spent() - at:5.2f} s  {len(times)} variants  {in_words(case)}")
+    return done
 
 
-def find_fault(
-    case: Case, config: Config, records: Records, measured: Session, excluded: frozenset[tuple[str, str]]
-) -> str | None:
-    """Return why a configuration is not timed, or None. Record it if it is new."""
-    key = case.name, key_of(leaf_of(config))
-    if key in records.wrong:
-        return records.wrong[key]
-    wrong = "ruled out by what it compiles to" if key in excluded else measured.check(config)
-    if wrong is not None:
-        records.add(case=case.name, config=leaf_of(config), wrong=wrong)
-    return wrong
+def names_begun(path: Path) -> set[str]:
+    """Return the names of the cases that were begun in a file of records, if there is one."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {json.loads(line)["begun"] for line in lines if line.startswith('{"begun"') and line.endswith("}")}
 
 
-def measure_rounds(case: Case, alive: list[Config], default: Config, records: Records, measured: Session) -> None:
-    """Time configurations in rounds, and record each time that is new."""
-    for turn, replays in enumerate(ROUNDS):
-        known = {config: records.times[case.name, key_of(leaf_of(config))] for config in alive}
-        missing = [config for config in alive if turn not in known[config]]
-        times = measured.time(missing, replays) if missing else []
-        for config, micros in zip(missing, times, strict=True):
-            records.add(case=case.name, config=leaf_of(config), round=turn, micros=micros)
-        if turn + 1 < len(ROUNDS):
-            times_now = {config: known[config][turn] for config in alive}
-            alive = halve(alive, times_now, WITHIN[turn], AT_MOST[turn], default)
+def compiled_of(results: dict[str, tuple[float, Any]]) -> dict[str, list[Any]]:
+    """Return what variants compiled to: seconds, then registers, spills, shared memory and programs an SM of each."""
+    found: dict[str, list[Any]] = {}
+    for name, (seconds, kernels) in results.items():
+        if not isinstance(kernels, str):
+            numbers = [[k["kernel"], k["registers"], k["spills"], k["shared"], k["held"]] for k in kernels]
+            found[name] = [round(seconds, 1), *numbers]
+    return found
 
 
-def halve(
-    alive: list[Config], times: dict[Config, float], within: float, at_most: int, default: Config
-) -> list[Config]:
-    """Return the configurations that go on to the next round.
-
-    They are the fastest `at_most` of those whose time is `within` a factor of the best. The default, the Hopper kernel
-    and the fastest portable configuration always go on.
-    """
-    best = min(times.values(), default=0.0)
-    near = [config for config in alive if times[config] <= within * best or config == HOPPER]
-    fastest = sorted(near, key=lambda config: times[config])[:at_most]
-    portable = min((config for config in alive if config != HOPPER), key=lambda config: times[config], default=None)
-    return [config for config in alive if config in fastest or config in (default, HOPPER, portable)]
+def cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))

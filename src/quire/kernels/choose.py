@@ -1,0 +1,231 @@
+"""The choice among kernels: of all variants that serve a request, the one of least predicted time.
+
+There is no other rule. Each family lists its variants (`variants.py` in its folder), `work.py` counts what they do, and
+`dispatch/predict.py` says how long that takes, by numbers of `dispatch/constants`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from quire.dispatch.config import HopperConfig, padded
+from quire.dispatch.constants import CHOICES, constants_of
+from quire.dispatch.predict import Numbers, micros, times
+from quire.dispatch.request import Options, Request
+from quire.errors import UnsupportedError
+from quire.kernels.chosen import launch as chosen_keys
+from quire.kernels.chosen_hopper import launch as chosen_hopper
+from quire.kernels.hopper import variants as hopper
+from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.launch import Launch, once
+from quire.kernels.mla import variants as mla
+from quire.kernels.mla_hopper import variants as mla_hopper
+from quire.kernels.mla_hopper.launch import MLAHopperLaunch
+from quire.kernels.portable import variants as portable
+from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
+from quire.spec import AttentionSpec
+
+FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen"  # as `plan(kernel=...)` names them
+CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
+FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
+WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
+
+
+def variants(request: Request, options: Options, within: bool = False) -> tuple[dict[str, Launch], dict[str, str]]:
+    """Return the launches of all families that serve a request, by name; and by family, what the others do not serve.
+
+    Args:
+        request: the batch.
+        options: what the caller of `plan` asks for.
+        within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
+    """
+    is_latent, kernel = request.spec.latent, options.kernel
+    if request.chosen is not None:
+        return variants_of_chosen(request, options, within)
+    own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
+    of_others = "latents" if is_latent else "keys and values that aren't latents"
+    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
+    found: dict[str, Launch] = {}
+    base = (mla if is_latent else portable).variants(request, options, within)
+    if isinstance(base, str):
+        refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
+        return found, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
+    if kernel in (None, own):
+        found |= base
+    if kernel in (None, fast):
+        first: Any = next(iter(base.values()))
+        faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
+        if isinstance(faster, str):
+            refusals[fast] = faster
+        else:
+            found |= faster
+    return found, refusals
+
+
+def variants_of_chosen(request: Request, options: Options, within: bool) -> tuple[dict[str, Launch], dict[str, str]]:
+    """Return what `variants` does, of chosen keys.
+
+    Their times are not predicted. Where the kernel for Hopper GPUs serves them, it is the only variant.
+    """
+    refusals = {name: "chosen keys" for name in FAMILIES if name not in CHOSEN}
+    found: dict[str, Launch] = {}
+    for name, family in zip(CHOSEN, (chosen_hopper, chosen_keys), strict=True):
+        own = family.variants(request, options, within)
+        if isinstance(own, str):
+            refusals[name] = own
+        elif options.kernel in (None, name) and (within or not found):
+            found |= own
+    return found, refusals
+
+
+def choose(request: Request, options: Options) -> tuple[Launch, str]:
+    """Return the launch of least predicted time, and the reason.
+
+    Raises:
+        UnsupportedError: no kernel family serves the request, or the caller's does not.
+    """
+    found, refusals = variants(request, options)
+    if not found:
+        if options.kernel is not None:
+            others = " or ".join(repr(other) for other in FAMILIES if other != options.kernel)
+            raise UnsupportedError(
+                f"kernel must be {others} or left out here, got {options.kernel!r}, which does not serve "
+                f"{refusals[options.kernel]}"
+            )
+        refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
+        raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
+    launch, *others = least(found)
+    if launch.name in FAST:
+        base = [other for other in others if other.name not in FAST]
+        portable_one = options._replace(kernel=FAST[launch.name])
+        launch = replace(launch, fallback=base[0] if base else least(variants(request, portable_one)[0])[0])
+    reason = f"the least predicted time of {len(found)} variants" if others else "the only variant"
+    reason += f" by the numbers of {constants_of(request.device).name}"
+    if others:
+        reason += f", before {variant_of(others[0])}"
+    return launch, reason
+
+
+def key_steps(spec: AttentionSpec, device: Any) -> set[int]:
+    """Return numbers of keys after which other kernels may be launched."""
+    if spec.latent:
+        return mla.key_steps(spec, device)
+    return portable.key_steps(spec, device) | hopper.key_steps(spec, device)
+
+
+def least(found: Mapping[str, Launch]) -> list[Any]:
+    """Return launches, the one of least predicted time first.
+
+    The lengths of a batch are on the device. So what counts is the time over the least one, for some lengths that it
+    may have (`work.scenarios`).
+    """
+    first, cost = next(iter(found.values())), dict.fromkeys(found, 0.0)
+    if len(found) == 1:
+        return [first]
+    of_kind = numbers_of_kind(first.request.spec, first.request.device, is_invariant(first))
+    for share, lens in scenarios(first.request):
+        times = {name: predicted(launch, lens, name, of_kind) for name, launch in found.items()}
+        best = min(times.values())
+        for name, time in times.items():
+            cost[name] += share * time / best
+    return [found[name] for name in sorted(found, key=cost.__getitem__)]
+
+
+def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> float:
+    """Return the µs that a launch is predicted to take for sequences of some lengths.
+
+    Args:
+        launch: a launch of a kernel family.
+        lens: queries, keys, and how many sequences have them.
+        name: of the variant, where it is known.
+        of_kind: the numbers of the variants of its kind of spec, where they are known.
+    """
+    time = micros(work_of(launch, lens), numbers_of(launch, name, of_kind))
+    if getattr(launch, "decode", None) is not None:  # which runs at the same time
+        decoding = tuple(each for each in lens if each[0] <= launch.decode.max_decode_queries)
+        time = max(time, predicted(launch.decode, decoding)) if decoding else time
+    return time
+
+
+@once
+def predicted_us(launch: Any) -> float | None:
+    """Return the µs that a launch is predicted to take at its bounds; None for PyTorch and kernels for chosen keys."""
+    if launch.name == "shared_prefix":
+        parts = [predicted_us(part) for part in launch.launches]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+    if not isinstance(launch, PortableLaunch | HopperLaunch | MLAHopperLaunch):
+        return None
+    return predicted(launch, lens_of(launch.request))
+
+
+def is_invariant(launch: Any) -> bool:
+    """Return whether a launch is of a batch-invariant plan."""
+    return getattr(launch, "fixed_split_size", 0) > 0
+
+
+def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> Numbers:
+    """Return the numbers of a launch's variant, or of one that is like it if it was not measured.
+
+    Where nothing like it was, they are a guess times the factors of its family.
+    """
+    request = launch.request
+    if of_kind is None:
+        of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
+    name = (name or variant_of(launch)).replace("mixed", "whole")
+    if (known := of_kind.get(name) or like(name, of_kind)) is not None:
+        return known
+    factors = constants_of(request.device).factors.get(family_of(name))
+    return guess(launch) if factors is None else times(guess(launch), factors)
+
+
+def like(name: str, of_kind: Mapping[str, Numbers]) -> Numbers | None:
+    """Return the numbers of a variant of the portable kernel that has as large tiles and is used alike, if any has."""
+    if not name.startswith("portable "):
+        return None
+    words = name.split()
+    alike = (own for other, own in of_kind.items() if other.split()[:2] == words[:2] and other.split()[-1] == words[-1])
+    return next(alike, None)
+
+
+@lru_cache(maxsize=1024)
+def numbers_of_kind(spec: AttentionSpec, device: Any, batch_invariant: bool) -> dict[str, Numbers]:
+    """Return the numbers of a spec's variants on a device; none if nothing like it was measured."""
+    return constants_of(device).kinds.get(kind_of(spec, batch_invariant), {})
+
+
+CHOICES.append(numbers_of_kind)
+
+
+def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
+    """Return which numbers a spec's variants have: the columns of heads, bytes of numbers, and whose bits are fixed."""
+    width = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    columns = "latents" if spec.latent else str(next((most for most in WIDTHS if width <= most), WIDTHS[-1]))
+    return f"{columns} {spec.dtype.itemsize}/{spec.kv_dtype.itemsize}{' invariant' * batch_invariant}"
+
+
+def family_of(name: str) -> str:
+    """Return what variants that are used alike have in common: their kernel, and the use where it is named."""
+    first, *_, last = name.split() * 2
+    return f"{first} {last}" if last in ("whole", "cut", "joined", "split") else first
+
+
+def variant_of(launch: Any) -> str:
+    """Return the name of a launch among the variants."""
+    if isinstance(launch, MLAHopperLaunch):
+        return f"mla_hopper{' fp8' * launch.fp8_mma}"
+    if isinstance(launch, HopperLaunch):
+        config: HopperConfig = launch.config
+        if launch.fixed_split_size:
+            return f"hopper wg{config.num_warpgroups} n{config.block_n}"
+        use = "split" if launch.num_splits > 1 else "cut" if launch.cuts else "whole"
+        size = f"wg{config.num_warpgroups} n{config.block_n} s{config.num_stages} q{config.num_q_stages}"
+        return f"hopper {size}{' fp8' * config.fp8_mma}{' apart' * config.apart} {use}"
+    assert isinstance(launch, PortableLaunch), launch
+    if launch.kernel == "mla":
+        return f"mla {portable.name_of(launch.config)}"
+    use = "joined" if launch.has_combine_launch else "cut" if launch.num_partitions else "whole"
+    use = "mixed" if launch.decode is not None else use
+    return f"portable {portable.name_of(launch.config)} {use}"

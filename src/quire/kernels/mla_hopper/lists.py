@@ -1,0 +1,136 @@
+"""Lists of chosen keys in place of a schedule: what a program attends to, and which entries of a tile are seen.
+
+The work of a program is a row of items. An item is one query token and one part of its list. A part is cut on the
+device from the length that the list has now, since each layer has other lists. An item stands where a sequence of a
+partition does, and the list where its keys do, so the consumers are those of dense latents. Only these differ:
+
+* Items go to programs in turn, and each whole list or part has a place of its own for its result.
+* No position says whether a key is seen. The producer, which reads the entries, stores a flag for each key of a tile.
+  The rows of keys that are not seen are zeros.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from quire.kernels.gluon.pipeline import make_barriers, wait_at
+from quire.kernels.mla_hopper.schedule import TILE
+from quire.kernels.portable.schedule import Sequence
+
+
+class TokenLists(NamedTuple):
+    """The lists of a batch's query tokens, one for all heads."""
+
+    entries: Any  # [num_tokens, width] int32
+    lens: Any  # [num_tokens] int32, or None where all entries count
+    width: Any
+    stride: Any
+    stride_lens: Any
+    num_splits: Any  # parts of a list; None: each is whole
+
+
+class Items(NamedTuple):
+    """The items of a batch, in place of a `schedule.Part`."""
+
+    last_seq: Any  # the last item
+
+
+class Seen(NamedTuple):
+    """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
+
+    flags: (
+        Any  # [places, TILE] int32: 0 for keys that are not seen; 2 for all if all are seen, else 1 for those that are
+    )
+    full: Any  # barriers: the flags are stored
+
+
+@gluon.jit
+def make_seen(PLACES: gl.constexpr):
+    """Allocate flags of PLACES tiles."""
+    flags = gl.allocate_shared_memory(gl.int32, [PLACES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Seen(flags, make_barriers(PLACES, 1))
+
+
+@gluon.jit
+def hand_over_flags(seen, place, keys):
+    """Let consumers read which keys of a tile are seen: those of `keys` that are not negative."""
+    flags = (keys >= 0).to(gl.int32)
+    seen.flags.index(place).store(flags + gl.min(flags, 0))
+    mbarrier.arrive(seen.full.index(place), count=1)
+
+
+@gluon.jit
+def without_unseen(scores, seen, place, phase, DIM: gl.constexpr):
+    """Set scores of keys that are not seen to -inf. Keys are along dimension DIM of the scores."""
+    FIRST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    wait_at(seen.full, place, phase)
+    flags = seen.flags.index(place)
+    if gl.sum(flags.slice(0, 1).load(FIRST), 0) < 2:
+        is_seen = flags.load(gl.SliceLayout(1 - DIM, scores.type.layout)) > 0
+        if DIM == 0:
+            scores = gl.where(is_seen[:, None], scores, float("-inf"))
+        else:
+            scores = gl.where(is_seen[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def first_item(program):
+    """Return of the program's first item what `program.first_sequence` returns of a sequence."""
+    return with_keys(program, program.index)
+
+
+@gluon.jit
+def next_item(program, item):
+    """Return of the program's next item what `program.first_sequence` returns of a sequence."""
+    return with_keys(program, item + program.num_partitions)
+
+
+@gluon.jit
+def with_keys(program, item):
+    """Return what `first_sequence` does, of the first of the program's items from `item` on that is not empty.
+
+    A whole list is an item also where it has no entries, for its zeros have to be written. A part is not.
+    """
+    known = find_list(program, item)
+    first, count = tiles_of_part(program, item, known)
+    if program.lists.num_splits is not None:
+        while (item <= program.part.last_seq) & (count == 0):
+            item += program.num_partitions
+            known = find_list(program, item)
+            first, count = tiles_of_part(program, item, known)
+    return item, known, first
+
+
+@gluon.jit
+def find_list(program, item):
+    """Return an item's list as a `Sequence` of one query token, or any list's if the item is after the last one."""
+    lists = program.lists
+    token = gl.maximum(gl.minimum(item, program.part.last_seq), 0)
+    if lists.num_splits is not None:
+        token = token // lists.num_splits
+    return Sequence(count_of(lists, token), token, token * 0 + 1, token * 0)
+
+
+@gluon.jit
+def count_of(lists, token):
+    """Return how many entries of a token's list count."""
+    count = token * 0 + lists.width
+    if lists.lens is not None:
+        count = gl.minimum(gl.load(lists.lens + token.to(gl.int64) * lists.stride_lens), count)
+    return gl.maximum(count, 0)
+
+
+@gluon.jit
+def tiles_of_part(program, item, known):
+    """Return the first of a list's tiles that an item has, and how many."""
+    num_splits = program.lists.num_splits
+    tiles = (known.seq_len + TILE - 1) // TILE
+    if num_splits is None:
+        return item * 0, gl.maximum(tiles, 1)
+    else:
+        size = (tiles + num_splits - 1) // num_splits
+        first = gl.minimum(item % num_splits * size, tiles)
+        return first, gl.minimum(size, tiles - first)

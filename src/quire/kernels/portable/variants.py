@@ -1,0 +1,376 @@
+"""The variants of the portable kernel: its configurations for a spec on a device, and how each is used.
+
+"whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
+whose partials a second launch combines. "mixed" is whole, and has a decode launch for sequences of few queries.
+`kernels/choose.py` takes the one of least predicted time.
+"""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from quire.dispatch.config import COSTS, CostModel, KernelConfig, padded, reduced
+from quire.dispatch.device import DeviceProperties
+from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
+from quire.spec import AttentionSpec
+
+# Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
+# somewhere on a Hopper GPU, by their first letters: of batches of one query each, and after the slash of others. Tiles
+# of more than 16 rows have the latter alone. By the bytes of a cached number and the columns of a head, padded; the
+# first that is not smaller.
+CONFIGS: dict[int, dict[int, str]] = {
+    1: {
+        64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wcj/wj, 16x128 w4 s3 p3 c/, 64x128 w4 s3u p2 /wj",
+        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wcj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /wj, "
+        "64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 /wj",
+        256: "16x64 w4 s3 p2 w/wj, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
+        512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
+    },
+    2: {
+        64: "16x64 w4 s3 p3 wcj/, 16x128 w4 s3 p2 wcj/wj, 64x64 w4 s3u p2 /wj, 64x128 w4 s3u p2 /w",
+        128: "16x32 w4 s1 p2 /w, 16x32 w4 s3 p2 wj/, 16x64 w4 s3 p2 cj/j, 16x128 w4 s2 p2 w/, 64x64 w4 s3 p2 /j, "
+        "128x64 w8 s3u p1 /w",
+        256: "16x32 w4 s3 p2 cj/j, 16x64 w4 s3 p1 wcj/w, 64x32 w8 s3u p1 /j, 128x32 w8 s3u p1 /w",
+        512: "16x32 w8 s3 p1 wj/wj, 32x32 w8 s2u p1 /w",
+    },
+    4: {
+        128: "16x32 w8 s2 p1 wcj/wj",
+        512: "16x16 w8 s2 p1 wcj/wj",
+    },
+}
+# Where all products are mma.sync's: as cards without wgmma were imitated on an H200 (docs/kernels/portable.md).
+OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
+    2: CONFIGS[2]
+    | {
+        64: "16x128 w4 s3 p2, 32x64 w4 s3u p2, 64x64 w4 s3u p2, 128x64 w4 s3u p2",
+        128: "16x64 w4 s3 p2, 32x64 w4 s3u p2, 64x64 w4 s3u p2, 128x32 w4 s3u p2",
+        256: "16x64 w4 s3 p1, 16x32 w4 s3 p2, 64x32 w4 s3u p2, 128x64 w8 s2u p1",
+    },
+}
+# Where products are not wgmma's, and little was measured: row blocks have as many rows as a sequence, up to so many.
+# Longer sequences are cut if row blocks are fewer than so many for each SM.
+MOST_OWN_ROWS, FILLED = 64, 0.75
+# Of AMD's GPUs, which have a quarter of the shared memory.
+OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
+    1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
+}
+MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
+WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
+MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
+VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
+# Of batch-invariant plans: one for all batches, but for its rows.
+INVARIANT = {
+    1: {64: "16x128 w4 s3 p2", 128: "16x64 w4 s3 p2", 256: "16x64 w4 s3 p2", 512: "16x32 w8 s3 p1"},
+    2: {64: "16x128 w4 s3 p2", 128: "16x64 w4 s3 p2", 256: "16x64 w4 s3 p2", 512: "16x32 w8 s3 p1"},
+    4: {128: "16x32 w8 s2 p1", 512: "16x16 w8 s2 p2"},
+}
+# Bytes of shared memory, up to which batch-invariant plans have smaller tiles: of narrow heads of 8 bits, and of the
+# widest ones.
+SMALL, LARGE = 64 * 1024, 160 * 1024
+TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
+WIDE_TILE = 16384  # keys times columns of a tile that eight warps keep in batch-invariant plans
+MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
+MAX_UNITS = 1 << 31  # the kernel counts units in int32
+USES = "cut", "joined"
+MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
+
+
+def variants(request: Request, options: Options, within: bool = False) -> dict[str, PortableLaunch] | str:
+    """Return the launches of the portable kernel by name; or, in words, what it does not serve.
+
+    Args:
+        request: the batch.
+        options: what the caller of `plan` asks for.
+        within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
+    """
+    spec, device = request.spec, request.device
+    if spec.latent:
+        return "latents"
+    if options.batch_invariant and options.config is None:
+        configs = invariant_configs(spec, device)
+    else:
+        configs = {} if options.config is None else {name_of(options.config): options.config}
+        configs = configs or configs_of(spec, device)
+    takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
+    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device, request.bounds.max_query_len <= 1)
+    rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
+    configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
+    for name, config in configs.items():
+        if not takes_all and not device.has_wgmma and is_short(config, rows, configs):
+            continue
+        whole = PortableLaunch(request, config, COSTS)
+        if options.batch_invariant:
+            whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
+        loads_ahead = config.num_stages > 1 or all(each.num_stages == 1 for each in configs.values())
+        for use, launch in uses_of(whole, options.num_splits, within, loads_ahead).items():
+            if listed and use[0] not in listed[name]:
+                continue
+            if use != "whole" and not (takes_all or within or device.has_wgmma) and fills(whole):
+                continue
+            if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
+                base = next(iter(configs.values()))
+                launch = replace(launch, fallback=replace(launch, config=base))
+            found[f"portable {name} {use}"] = launch
+            if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
+                found[f"portable {name} mixed"] = replace(launch, decode=decode)
+    return found
+
+
+def may_suit(config: KernelConfig, rows: int, configs: dict[str, KernelConfig], device: DeviceProperties) -> bool:
+    """Return whether a configuration may suit sequences of so many rows: unless one of fewer has as many row blocks.
+
+    Tiles for wgmma have at least WGMMA_ROWS, also for fewer rows. The tallest ones are for sequences that have several.
+    """
+    if len(configs) == 1:
+        return True
+    if device.has_wgmma and config.block_m >= WGMMA_ROWS:
+        return rows > (config.block_m if config.block_m > WGMMA_ROWS else 16)
+    return config.block_m < 2 * rows
+
+
+def is_short(config: KernelConfig, rows: int, configs: dict[str, KernelConfig]) -> bool:
+    """Return whether a configuration has fewer rows than another that a sequence of so many rows fills."""
+    wanted = min(rows, MOST_OWN_ROWS)
+    return any(config.block_m < other.block_m <= wanted for other in configs.values())
+
+
+def fills(launch: PortableLaunch) -> bool:
+    """Return whether sequences of several row blocks have enough of them for the device."""
+    request = launch.request
+    programs = launch.num_row_blocks(request.bounds.num_tokens) * request.spec.num_kv_heads
+    return launch.multi_block and programs >= FILLED * request.device.num_sms
+
+
+def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
+    """Return the launch for sequences of few queries that may follow one for prompts, if a batch may have both.
+
+    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. With one launch for both,
+    32 decoding sequences and 2 prompts took 302 us, and 140 with two (NVIDIA H200 as sm80, 2026-11-29). On other
+    targets, mixed batches are the Hopper kernel's, or this was not tried.
+    """
+    request, bounds = launch.request, launch.request.bounds
+    is_tall = launch.multi_block or launch.config.block_m > MIXED_ROWS
+    if not (request.device.has_mma_sync and request.is_ragged and is_tall) or request.has_tree:
+        return None
+    max_queries = most_decode_queries(request.spec)
+    tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
+    return decode_launch(replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens)), max_queries)
+
+
+def most_decode_queries(spec: AttentionSpec) -> int:
+    """Return the most queries of a sequence that a decode launch serves."""
+    return max(1, MAX_DECODE_ROWS // spec.group_size)
+
+
+def uses_of(
+    whole: PortableLaunch, num_splits: int | None = None, within: bool = False, loads_ahead: bool = True
+) -> dict[str, PortableLaunch]:
+    """Return a launch that has no partitions, and those that have the same configuration and some.
+
+    There are as many partitions as programs that the device holds, unless so short ones cost more than they save.
+
+    Args:
+        whole: the first one.
+        num_splits: into how many splits the keys of a sequence are cut; chosen when None.
+        within: as for `variants`.
+        loads_ahead: whether tiles are in flight, without which partitions are left to other configurations.
+    """
+    request, costs = whole.request, whole.costs
+    found = {"whole": whole} if num_splits in (None, 1) or whole.fixed_split_size else {}
+    blocks, keys = whole.num_row_blocks(request.bounds.num_tokens), request.bounds.max_seq_len
+    tiles, units = cdiv(keys, whole.config.block_n), whole.max_units
+    least = 1 if num_splits else MIN_CUT_TILES
+    if not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS or tiles < least):
+        return found or {"whole": whole}
+    for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
+        split = replace(whole, num_partitions=1, partials_at_once=int(use == "joined"))
+        if num_splits:
+            split = replace(split, num_partitions=num_splits * blocks)
+        elif whole.fixed_split_size:
+            split = replace(split, num_partitions=max(1, min(split.capacity, units)))
+            if not within and (keys <= FIXED_SPLIT_SIZE or split.scratch_size().total > MOST_INVARIANT_SCRATCH):
+                continue
+        else:
+            cost = costs.combine_launch_cost if use == "joined" else costs.combine_cost
+            cost = 0.0 if tiles <= costs.min_split_tiles else cost  # each tile has a program
+            split = replace(split, combine_cost=cost)
+            shortest = min_partition_tiles(tiles, cost, costs, split.two_level_min_tiles)
+            split = replace(split, num_partitions=max(1, min(split.capacity, blocks * cdiv(tiles, shortest))))
+        found[use] = replace(split, partials_at_once=at_once(split) if use == "joined" else 0)
+    return found or {"whole": whole}
+
+
+def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
+    """Return which uses a launch may have that cut its batch.
+
+    Where the device can start a second launch early, programs combine partials only for batches of one query each, of
+    which few may be cut.
+    """
+    if whole.max_decode_queries:  # of two launches, each has its own counters
+        return USES[:1]
+    if whole.fixed_split_size:
+        return USES
+    device = whole.request.device
+    if not device.supports_pdl:
+        return USES if device.has_mma_sync and whole.partial_rows >= VERY_TALL else USES[:1]
+    return USES if whole.request.bounds.max_query_len <= 1 else USES[1:]
+
+
+def at_once(split: PortableLaunch) -> int:
+    """Return how many partials of a row a program of the second launch combines at once, as `ALIKE` lists them.
+
+    Partitions of whole tiles are fewer than may be, so 33 of 8 row blocks leave four partials. With eight at once in
+    place of four, 8 x 1,024 took 13.8 us in place of 13.2 (32/8 heads of 128, NVIDIA H200, 2026-11-29).
+    """
+    partials = split.num_partitions // max(1, split.num_row_blocks(split.request.bounds.num_tokens))
+    return next((most for most in split.ALIKE if partials <= most), split.ALIKE[-1])
+
+
+def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bool = False) -> PortableLaunch:
+    """Return the launch for sequences of few queries, next to one for the others."""
+    configs = invariant_configs if batch_invariant else configs_of
+    of_spec = configs(request.spec, request.device).values()
+    config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
+    fixed_split_size = FIXED_SPLIT_SIZE if batch_invariant else 0
+    whole = PortableLaunch(request, config, COSTS, 0, 0.0, fixed_split_size, max_decode_queries)
+    return uses_of(whole, within=True)["cut"]
+
+
+@lru_cache(maxsize=1024)
+def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, KernelConfig]:
+    """Return the configurations for a spec on a device, by name, as shared memory has room."""
+    listed = [read_config(words, spec) for words in entries_of(spec, device)]
+    configs = [reduced(config, spec, device) for config in listed]
+    # What was reduced is left out where another one of as many rows was not, and is as good at loading ahead.
+    fits = [(c.block_m, c.num_stages > 1) for c in configs if c in listed]
+    configs = [c for c in configs if c in listed or not {(c.block_m, True), (c.block_m, c.num_stages > 1)} & {*fits}]
+    return {name_of(config): config for config in configs}
+
+
+@lru_cache(maxsize=1024)
+def uses_listed(spec: AttentionSpec, device: DeviceProperties, one_each: bool) -> dict[str, str]:
+    """Return the first letters of the uses of each configuration, by its name; `one_each`: of one query a sequence."""
+    found: dict[str, str] = {}
+    for words in entries_of(spec, device):
+        config, (first, others) = reduced(read_config(words, spec), spec, device), words.split()[-1].split("/")
+        found[name_of(config)] = first if one_each and config.block_m <= 16 else others
+    return found
+
+
+def entries_of(spec: AttentionSpec, device: DeviceProperties) -> list[str]:
+    """Return what is listed for a spec on a device."""
+    table = OF_MMA_SYNC if device.has_mma_sync else OF_MFMA if device.has_mfma else CONFIGS
+    of_width = entry_of(table, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+    return entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v))).split(", ")
+
+
+@lru_cache(maxsize=1024)
+def invariant_configs(spec: AttentionSpec, device: DeviceProperties) -> dict[str, KernelConfig]:
+    """Return the configurations of batch-invariant plans, by name.
+
+    Tiles of as many keys serve all batches. Of two tiles that differ in rows alone, tensor cores and the kernels round
+    a row alike, on devices of which that is known.
+    """
+    width = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    of_width = entry_of(INVARIANT, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+    text = entry_of(of_width, width)
+    if width > 256 and spec.dtype.itemsize == 2 and device.shared_memory <= LARGE:
+        text = "16x16 w4 s2 p2"
+    if width <= 64 and spec.kv_dtype.itemsize == 1 and device.shared_memory <= SMALL:
+        text = "16x64 w4 s3 p2"
+    config = reduced(read_config(text, spec), spec, device)
+    if config.block_dv > 128:  # there are two accumulators, one of the row block and one of the split
+        wide = replace(config, num_warps=8, programs_per_sm=1)
+        has_room = config.block_n * max(config.block_d, config.block_dv) == WIDE_TILE and not device.has_mfma
+        if has_room and with_rows(wide, 32, spec, device) is not None:
+            config = wide
+        else:
+            config = replace(config, block_n=max(16, config.block_n // 2), programs_per_sm=2)
+    if device.has_mfma:
+        config = replace(config, matrix_instr_nonkdim=16)  # else the compiler takes larger instructions for more rows
+    found = {name_of(config): config}
+    for block_m in (32, 64, 128):
+        taller = with_rows(config, block_m, spec, device) or with_pairs(config, block_m, spec, device)
+        if taller is not None and block_m <= device.alike_rows:
+            found[name_of(taller)] = taller
+    return found
+
+
+def with_rows(config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties) -> KernelConfig | None:
+    """Return a configuration with more rows and tiles of as many keys; None if registers or shared memory are short."""
+    if spec.kv_dtype is not spec.dtype:
+        return None  # of 8-bit elements, the compiler multiplies other ones together where there are more rows
+    # mma.sync takes both operands from registers, wgmma at most one.
+    most = TALL_TILE if device.has_wgmma or device.has_mfma else TALL_TILE // 2
+    if block_m * max(config.block_dv, config.block_n) > most:
+        return None
+    taller = replace(config, block_m=block_m, full_tile_loop=True)
+    if block_m > (64 if device.has_mma_sync else 32):  # of mma.sync, a warp has 16 rows
+        taller = replace(taller, num_warps=8, programs_per_sm=1)
+    room = device.shared_memory - 4 * block_m * config.block_dv  # the state of a split is stored through shared memory
+    while taller.num_stages > 2 and taller.shared_memory(spec, device) > room:
+        taller = replace(taller, num_stages=taller.num_stages - 1)
+    return taller if taller.shared_memory(spec, device) <= room else None
+
+
+def with_pairs(
+    config: KernelConfig, block_m: int, spec: AttentionSpec, device: DeviceProperties
+) -> KernelConfig | None:
+    """Return a configuration with more rows for fp8 numbers that are loaded in pairs; None if it has none.
+
+    With 64 rows, a prompt of 4,096 took 600 us instead of 1,393, 32/8 heads of 128. With 32 rows x 128 keys, one of
+    2,048 would have taken 466 instead of 413 (64/8 heads of 64; NVIDIA H100, 2026-11-28).
+    """
+    if not loads_pairs(spec, config) or device.has_mfma or block_m > 64:
+        return None
+    if block_m == 64 and device.has_wgmma:
+        has_room = block_m * max(config.block_dv, config.block_n) <= TALL_TILE
+    else:
+        has_room = block_m * config.block_dv <= TALL_TILE // 4 and config.block_n <= 64
+    return replace(config, block_m=block_m, full_tile_loop=True) if has_room else None
+
+
+def min_partition_tiles(mean: float, combine_cost: float, costs: CostModel, two_level_min_tiles: int) -> int:
+    """Return the length of the shortest partition that is worth its cost, for sequences of `mean` tiles.
+
+    A sequence of t tiles in partitions of s tiles takes the time of s tiles, and of combining t / s partials. The sum
+    s + combine_cost * t / s is least at s = sqrt(t * combine_cost). Partials that are combined in two levels cost less.
+    Very short sequences are not cut.
+
+    The kernel computes the same from the mean length on the device (`schedule.min_partition_units`).
+    """
+    if mean <= costs.min_split_tiles and combine_cost > 0:
+        shortest = mean
+    else:
+        cost = costs.two_level_combine_discount * combine_cost if mean > two_level_min_tiles else combine_cost
+        shortest = math.sqrt(mean * cost)
+    return max(1, int(shortest + 0.5))
+
+
+def read_config(text: str, spec: AttentionSpec) -> KernelConfig:
+    """Return the configuration that "16x64 w4 s3u p2" names."""
+    size, warps, stages, programs = text.split()[:4]
+    rows, keys = size.split("x")
+    columns = padded(spec.head_dim), padded(spec.head_dim_v)
+    full, depth = stages.endswith("u"), int(stages[1:].rstrip("u"))
+    return KernelConfig(int(rows), int(keys), int(warps[1:]), depth, full, int(programs[1:]), *columns)
+
+
+def name_of(config: KernelConfig) -> str:
+    """Return the name of a configuration, as the tables have it."""
+    full = "u" if config.full_tile_loop else ""
+    size = f"{config.block_m}x{config.block_n}"
+    return f"{size} w{config.num_warps} s{config.num_stages}{full} p{config.programs_per_sm}"
+
+
+def entry_of(table: dict[int, Any], number: int) -> Any:
+    """Return the entry of the least key that a number does not exceed; the last one's where it exceeds all."""
+    return table[min((key for key in table if key >= number), default=max(table))]
+
+
+def key_steps(spec: AttentionSpec, device: DeviceProperties) -> set[int]:
+    """Return numbers of keys after which other kernels may be launched: those of two levels."""
+    tiles = COSTS.two_level_min_tiles, COSTS.two_level_min_tiles_small
+    return {count * config.block_n for count in tiles for config in configs_of(spec, device).values()}

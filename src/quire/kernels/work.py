@@ -1,0 +1,284 @@
+"""What launches do: `work_of` counts items, tiles and bytes of a launch, for lengths or for the bounds of a request."""
+
+import math
+from functools import lru_cache
+
+from quire.dispatch.config import padded
+from quire.dispatch.predict import Numbers, Work
+from quire.dispatch.request import Request, cdiv
+from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.launch import Launch
+from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
+from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.portable.variants import min_partition_tiles
+from quire.spec import AttentionSpec
+
+Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
+EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios count
+# Of row blocks that programs of the Hopper kernel cut: keys of one that is not, splits, and those of a sequence's only
+# row block (`hopper/schedule.py`).
+LEAST_KEYS, MAX_SPLITS, MAX_SPLITS_ALONE = 512, 8, 32
+
+
+def lens_of(request: Request) -> Lens:
+    """Return the lengths of a request whose sequences all have as many keys as its bounds say.
+
+    Of a ragged batch, as many sequences as may have the most queries, and the others share the rest.
+    """
+    return scenarios(request)[0][1]
+
+
+def scenarios(request: Request) -> list[tuple[float, Lens]]:
+    """Return lengths that a batch may have whose bounds alone are known, and how much each counts.
+
+    All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
+    and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode.
+    """
+    bounds, num_seqs = request.bounds, request.num_seqs
+    queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
+    if num_seqs == 1:
+        return [(1.0, ((min(queries, tokens), keys, 1),))]
+    if request.is_ragged:
+        own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
+        long = max(1, min(num_seqs, round((tokens - num_seqs) / max(1, queries - 1))))  # if others have one query each
+        rest = max(1, (tokens - long * queries) // max(1, num_seqs - long))
+        found = [
+            (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long))),
+            (RAGGED, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
+            (SKEWED, ((queries, keys, 1), (own, max(own, keys // 16), others))),
+        ]
+    else:
+        some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
+        half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
+        found: list[tuple[float, Lens]] = [(EQUAL, ((queries, keys, num_seqs),))]
+        if few < keys:
+            found.append((RAGGED, ((queries, keys, 1), (queries, half, some), (queries, eighth, most))))
+            found.append((SKEWED, ((queries, keys, 1), (queries, few, num_seqs - 1))))
+    return [(share, tuple(each for each in lens if each[2] > 0)) for share, lens in found]
+
+
+@lru_cache(maxsize=4096)
+def tiles_of_sequence(
+    window: tuple[int, int], queries: int, keys: int, block: int, block_n: int
+) -> tuple[int, float, float]:
+    """Return a sequence's row blocks of so many tokens, the tiles of all, and those of the one that sees the most."""
+    left, right = window
+    blocks = max(1, cdiv(queries, block))
+    before = keys - queries
+    most = min(keys, left + right + min(block, queries))
+    if right or blocks == 1:  # each row block sees as many keys
+        tiles = cdiv(most, block_n)
+        return blocks, float(blocks * tiles), float(tiles)
+    # Row block i sees before + (i + 1) * block keys, or those of the window; half a tile more, on average.
+    first = min(before + block, most)
+    seen = (first + most) / 2
+    if first < most < keys:  # the first ones see fewer keys than the window has
+        grows = (most - first) / block
+        seen = (grows * seen + (blocks - grows) * most) / blocks if grows < blocks else seen
+    return blocks, blocks * (seen / block_n + 0.5), float(cdiv(most, block_n))
+
+
+@lru_cache(maxsize=8)
+def bytes_of(spec: AttentionSpec, lens: Lens) -> float:
+    """Return the bytes that must be moved: visible keys and values once, queries and outputs."""
+    left, right = spec.window
+    width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
+    keys = sum(min(s, left + right + q) * count for q, s, count in lens)
+    tokens = sum(q * count for q, _, count in lens)
+    rows = tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
+    return float(keys * spec.num_kv_heads * width * spec.kv_dtype.itemsize + rows)
+
+
+def work_of(launch: Launch, lens: Lens) -> Work:
+    """Return what a launch does for sequences of some lengths."""
+    if isinstance(launch, HopperLaunch):
+        return work_of_hopper(launch, lens)
+    if isinstance(launch, MLAHopperLaunch):
+        return work_of_latents(launch, lens)
+    assert isinstance(launch, PortableLaunch), launch
+    return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
+
+
+def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
+    """Return the row blocks of a KV head, the tiles of all, and the most of any."""
+    spec, config = launch.request.spec, launch.config
+    group, rows = spec.group_size, config.block_m
+    blocks, tiles, longest = 0, 0.0, 0.0
+    for queries, keys, count in lens:
+        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), config.block_n)
+        parts = 1 if group <= rows else cdiv(group, rows)  # row blocks of a query's heads
+        blocks, tiles, longest = blocks + number * parts * count, tiles + of_seq * parts * count, max(longest, most)
+    return blocks, tiles, longest
+
+
+def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
+    """Return the work of the portable kernel without partitions: each row block is an item."""
+    request, heads = launch.request, launch.request.spec.num_kv_heads
+    if launch.decode is not None:
+        lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
+    blocks, tiles, longest = row_blocks(launch, lens)
+    sms = request.device.num_sms
+    slots = sms * launch.config.programs_per_sm
+    return Work(slots, sms, blocks * heads, blocks * heads, tiles * heads, longest, bytes_of(request.spec, lens))
+
+
+def units_of(launch: PortableLaunch, lens: Lens) -> list[tuple[int, int, int]]:
+    """Return, of each of some lengths, the units of a row block, its sequences' row blocks, and how many sequences.
+
+    As the schedule counts them: of tiles, or of splits of the fixed size, and all row blocks of a sequence alike.
+    """
+    (left, right), (group, rows) = launch.window, launch.rows_of_partition
+    unit, found = launch.fixed_split_size or launch.config.block_n, []
+    for queries, keys, count in lens:
+        units = cdiv(min(keys, left + right + queries), unit)
+        found.append((max(1, units), max(1, cdiv(queries * group, rows)), count))
+    return found
+
+
+def size_of_partition(launch: PortableLaunch, each: list[tuple[int, int, int]], total: int) -> int:
+    """Return the units of a partition, as `schedule.partition_size` finds them."""
+    costs, num_seqs = launch.costs, sum(count for *_, count in each)
+    longest = max(units * blocks for units, blocks, _ in each)
+    shortest = min_partition_tiles(total / num_seqs, launch.combine_cost, costs, launch.two_level_min_tiles)
+    size = max(cdiv(total, launch.num_partitions), shortest)
+    if longest * num_seqs != total or not launch.combine_cost:
+        return size
+    even = cdiv(longest, longest // size) if size < longest else cdiv(size, longest) * longest
+    most = size + max(launch.min_split_tiles, size // 32 if 2 * size <= longest else 0)
+    return even if even <= most else size
+
+
+def work_of_partitions(launch: PortableLaunch, lens: Lens) -> Work:
+    """Return the work of partitions, also of latents: programs share the units of all row blocks."""
+    request, lanes, spec, config = launch.request, launch.lanes, launch.request.spec, launch.config
+    each = units_of(launch, lens)
+    blocks, total = (
+        sum(number * count for _, number, count in each),
+        sum(u * number * count for u, number, count in each),
+    )
+    size, longest = size_of_partition(launch, each, total), max(units for units, *_ in each)
+    programs = cdiv(total, size)
+    if all(units == longest for units, *_ in each):  # row blocks that begin where a partition does are begun once
+        begun = programs + blocks - cdiv(blocks, size // math.gcd(size, longest))
+    else:
+        begun = programs + max(0.0, total / usual_of(each) - 1)
+    most = size if begun > programs else min(longest, size)
+    inside = begun - blocks if longest <= size else programs  # partitions that begin or end inside of a row block
+    partials = longest / size if longest > size else 2.0 if inside > 0.5 else 1.0 if launch.has_combine_launch else 0.0
+    of_all = 2.0 * max(0.0, inside)
+    if launch.fixed_split_size:  # each split of a row block has a partial
+        partials, of_all = float(longest), float(total)
+    tiles = (launch.fixed_split_size or config.block_n) / config.block_n  # of a unit
+    partial_bytes = of_all * lanes * launch.partial_rows * 4 * (spec.head_dim_v + 2)
+    return Work(
+        request.device.num_sms * config.programs_per_sm, request.device.num_sms, programs * lanes, begun * lanes,
+        total * tiles * lanes, most * tiles, bytes_of(spec, lens), partials, partial_bytes,
+    )  # fmt: skip
+
+
+def usual_of(each: list[tuple[int, int, int]]) -> int:
+    """Return the units of the usual row block: half of all row blocks have no more."""
+    half, usual = sum(blocks * count for _, blocks, count in each) / 2, 1
+    for units, blocks, count in sorted(each):
+        usual, half = units, half - blocks * count
+        if half <= 0:
+            break
+    return usual
+
+
+def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
+    """Return the work of the Hopper kernel: work tiles, splits of them, and none of what a decode launch serves."""
+    request, config, spec = launch.request, launch.config, launch.request.spec
+    if launch.decode is not None:
+        lens = tuple(found for found in lens if found[0] > launch.max_decode_queries) or lens[:1]
+    parts = spec.num_q_heads // launch.heads * launch.column_parts
+    items, tiles, longest = 0, 0.0, 0.0
+    for queries, keys, count in lens:
+        blocks, of_seq, most = tiles_of_sequence(spec.window, queries, keys, config.block_t, config.block_n)
+        items, tiles, longest = items + blocks * count, tiles + of_seq * count, max(longest, most)
+    sms = request.device.num_sms
+    slots, nbytes = sms * config.programs_per_sm, bytes_of(spec, lens)
+    items, tiles = items * parts, tiles * parts
+    if (splits := launch.num_splits) > 1:
+        rows = sum(q * count for q, _, count in lens) * spec.num_q_heads * splits
+        partial_bytes = 4 * rows * (spec.head_dim_v + 1)
+        return Work(slots, sms, items * splits, items * splits, tiles, longest / splits, nbytes, splits, partial_bytes)
+    if not launch.cut_slots:
+        return Work(slots, sms, items, items, tiles, longest, nbytes)
+    items, longest, most_splits, used = splits_of_cuts(launch, lens, max(1, int(tiles / slots)), parts)
+    items *= parts
+    if most_splits == 1:
+        return Work(slots, sms, items, items, tiles, longest, nbytes)
+    partial_bytes = 4 * 64 * config.num_warpgroups * used * (launch.part_width + 2)
+    return Work(slots, sms, items, items, tiles, longest, nbytes, most_splits, partial_bytes)
+
+
+def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> tuple[int, float, int, int]:
+    """Return what programs cut, as `hopper.schedule.cut_sequences` decides it.
+
+    Args:
+        launch: that cuts.
+        lens: of the batch.
+        share: tiles of a program, if all have as many.
+        parts: work tiles of a row block.
+
+    Returns:
+        The row blocks or splits of them, tiles of the longest, splits of a row block that has the most, and slots.
+    """
+    config, slots = launch.config, launch.cut_slots
+    share, items, longest, most_splits, used = max(share, LEAST_KEYS // config.block_n), 0, 0.0, 1, 0
+    for queries, keys, count in lens:
+        blocks, _, most = tiles_of_sequence(launch.request.spec.window, queries, keys, config.block_t, config.block_n)
+        splits, limit, whole, least = 1, MAX_SPLITS_ALONE if blocks == 1 else MAX_SPLITS, 0, max(share, most // 2)
+        while splits < limit and most > splits * share:
+            splits *= 2
+        first = keys - queries + config.block_t  # keys that the first row block sees
+        if first <= least * config.block_n:
+            whole = min(blocks - 1, int(least * config.block_n - first) // config.block_t + 1)
+        needed = (blocks - whole) * splits * parts
+        fit = min(count, slots // needed) if splits > 1 else 0
+        slots = max(0, slots - count * needed) if splits > 1 else slots
+        items += fit * (whole + (blocks - whole) * splits) + (count - fit) * blocks
+        longest = max(longest, most if fit < count else max(most / splits, least if whole else 0.0))
+        most_splits, used = max(most_splits, splits if fit else 1), used + fit * needed
+    return items, longest, most_splits, used
+
+
+def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
+    """Return the work of the kernel for latents on Hopper GPUs: programs of a row block share the tiles."""
+    request, spec = launch.request, launch.request.spec
+    tiles, blocks, longest, num_seqs = 0.0, launch.row_blocks, 0.0, 0
+    for _, keys, count in lens:
+        of_seq = cdiv(keys, TILE)
+        tiles, longest, num_seqs = tiles + of_seq * count, max(longest, of_seq), num_seqs + count
+    sms, parts = request.device.num_sms, launch.num_partitions
+    share = max(1.0, tiles / parts)
+    programs = min(parts, tiles)
+    partials = longest / share
+    rows = 2 * blocks * programs * launch.partial_rows if partials > 1 else 0
+    partial_bytes = rows * 4 * (spec.kv_lora_rank + 2)
+    begun = max(1.0, (num_seqs + programs) / programs - 1)
+    programs, nbytes = blocks * programs, bytes_of(spec, lens)
+    return Work(
+        sms, sms, programs, programs * begun, tiles * blocks, share, nbytes, partials if partials > 1 else 0,
+        partial_bytes,
+    )  # fmt: skip
+
+
+def guess(launch: Launch) -> Numbers:
+    """Return numbers of a launch of which nothing was measured: floors of bytes and products, and usual latencies."""
+    request, spec = launch.request, launch.request.spec
+    device, size = request.device, request.spec.dtype.itemsize
+    rows, keys, columns = 64, TILE, padded(spec.head_dim) + padded(spec.head_dim_v)
+    if isinstance(launch, HopperLaunch):
+        rows, keys = 64 * launch.config.num_warpgroups, launch.config.block_n
+    elif isinstance(launch, PortableLaunch):
+        rows, keys = launch.config.block_m, launch.config.block_n
+    per_micro = 3e6 if device.has_wgmma else 1.5e6  # products of an SM
+    if isinstance(launch, HopperLaunch | MLAHopperLaunch):
+        per_micro = 5e6
+    sm_tile = 2 * rows * keys * columns / per_micro * (4 if size == 4 else 1)
+    if spec.kv_dtype is not spec.dtype:  # numbers are converted
+        sm_tile += keys * columns / 32_000
+    megabyte = 1048576 / (900 * (device.memory_gbps or 36 * device.num_sms))
+    return Numbers(3.0, 0.8, 0.35 + sm_tile, sm_tile, megabyte, 1.0, 0.05, megabyte)
