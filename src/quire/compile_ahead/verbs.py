@@ -21,7 +21,7 @@ from quire.compile_ahead import exported, processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
 from quire.compile_ahead.launches import distinct_launches, scratch_within
 from quire.dispatch.device import HAS_TRITON, device_properties, interprets, is_served_by_torch
-from quire.errors import check_device, describe
+from quire.errors import check_device, check_served, describe
 from quire.norm_rope import QKNorm, Rope
 from quire.spec import AttentionSpec
 
@@ -71,6 +71,7 @@ def workspace_size(
         0
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_served("device", where)
     limits = check_limits(
         spec,
         max_num_seqs,
