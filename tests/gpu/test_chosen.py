@@ -45,6 +45,15 @@ def test_slots_of_latents_are_read_for_drafts_and_prompts(layout):
     assert_right(spec, MIXED, {"width": 512, "slots_of": 64, "counted": True}, layout)
 
 
+@pytest.mark.parametrize("num_q_heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("layout", ["fp8_ds_mla_584", "fp8_ds_mla_528"])
+def test_records_of_deepseek_v4_are_read(num_q_heads, layout):
+    """In bfloat16, which the interpreter does not compute."""
+    spec = replace(mla(num_q_heads, qk_rope_head_dim=0, kv_dtype=FP8, sinks=True), causal=False)
+    for lens in (DECODE, MIXED):
+        assert_right(spec, lens, {"width": 640, "slots_of": 64, "counted": True}, layout, one_query=lens is DECODE)
+
+
 @pytest.mark.parametrize("rank", [512, 448])
 def test_latents_of_other_widths_are_read(rank):
     assert_right(mla(64, kv_lora_rank=rank, qk_rope_head_dim=512 - rank, sinks=True), MIXED, {"width": 300})
@@ -103,13 +112,15 @@ def test_the_host_does_not_wait(without_waiting):
 
 
 @pytest.mark.parametrize("num_q_heads", [16, 64, 128])
-def test_deepseek_v4_attends_to_a_window_and_to_compressed_keys(num_q_heads):
-    spec = replace(mla(num_q_heads, kv_lora_rank=512, qk_rope_head_dim=0, sinks=True), causal=False)
+@pytest.mark.parametrize("layout", ["NHD", "fp8_ds_mla_584"])
+def test_deepseek_v4_attends_to_a_window_and_to_compressed_keys(num_q_heads, layout):
+    kv_dtype = None if layout == "NHD" else FP8
+    spec = replace(mla(num_q_heads, qk_rope_head_dim=0, kv_dtype=kv_dtype, sinks=True), causal=False)
     for lens in (DECODE, MIXED):
         one_query = lens is DECODE
-        p, _, _ = solve(spec, lens, {"width": 128, "slots_of": 64}, one_query=one_query)
+        p, _, _ = solve(spec, lens, {"width": 128, "slots_of": 64}, layout, one_query=one_query)
         other, _, _ = solve(
-            spec, lens, {"width": 700, "slots_of": 16, "counted": True}, page_size=16, one_query=one_query
+            spec, lens, {"width": 700, "slots_of": 16, "counted": True}, layout, page_size=16, one_query=one_query
         )
         p = replace(p, batch=replace(p.batch, extra_chosen=other.batch.chosen), extra_cache=other.cache)
         plan = quire.plan(spec, p.batch, **p.bounds)

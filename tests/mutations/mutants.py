@@ -356,6 +356,18 @@ IN_INTERPRETER = {
         "weights = p",
         MLA + "records_with_scales_of_their_own[fp8_ds_mla-64-dtype1-False]",
     ),
+    "MLA: one scale for both groups of a part": Mutant(
+        "kernels/mla/kernel.py",
+        "power = tl.where((share == i)[None, :], other, power)",
+        "power = tl.where((share == i)[None, :], power, power)",
+        CHOSEN + "latents_are_read[fields6-fp8_ds_mla_528-slots]",
+    ),
+    "MLA: rotary columns that are no values": Mutant(
+        "kernels/mla/kernel.py",
+        "parts = parts + (r,)",
+        "parts = parts + (r * 0.0,)",
+        CHOSEN + "latents_are_read[fields5-fp8_ds_mla_584-slots]",
+    ),
     "MLA: denominators not rescaled": Mutant(
         "kernels/mla/kernel.py", "l_i = l_i * alpha[:, None] + p", "l_i = l_i + p", MLA + "features[causal-1]"
     ),
