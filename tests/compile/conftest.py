@@ -1,5 +1,8 @@
 """Fixtures of the compile suite."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from triton._C.libtriton import ir
 from triton.runtime.jit import JITFunction
@@ -14,6 +17,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(item, "callspec", None) and item.callspec.params.get("target") == "sm90":
             item.add_marker("hopper")
+
+
+@pytest.fixture(autouse=True)
+def no_python_while_garbage_is_collected() -> Iterator[None]:
+    """Remove Hypothesis's callback, at which Python may change threads while one makes a syntax tree.
+
+    Python 3.11 counts the depth of all trees together, and takes that for an error.
+    """
+    callbacks = [*gc.callbacks]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks.extend(callbacks)
 
 
 @pytest.fixture

@@ -94,9 +94,11 @@ CASES = [  # a kernel takes seconds, so each launch is a test, which two process
     if features != "fp8 products" or target in FP8_PRODUCTS
     for batch, dim in launches.selection(target, features)
 ]
+ROTATION = [case.values for case in CASES]
 CASES += [
     pytest.param(*("sm90", *case), id="-".join(map(str, ("sm90", *case))), marks=[pytest.mark.extended])
     for case in KNOWN_SPILLS
+    if ("sm90", *case) not in ROTATION
 ]
 
 
@@ -379,7 +381,7 @@ def test_every_target_and_every_feature_has_its_turn():
     """
     is_oldest = triton.__version__ == launches.OLDEST
     others = [target for target in TARGETS if target not in TUNED]
-    rotation = [case for case in CASES if case.values[1:] not in KNOWN_SPILLS]
+    rotation = [case for case in CASES if case.values in ROTATION]
     by_default = {case.values[:2] for case in rotation if pytest.mark.extended not in case.marks}
     every = {case.values[:2] for case in rotation}
     assert {target for target, features in every if features == "plain"} == set(TARGETS)

@@ -81,7 +81,9 @@ def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     Without `VLLM_BATCH_INVARIANT=1` some of them differ where keys are cut, which shows that the test notices it.
     """
     if not invariant:
-        monkeypatch.setattr(choose, "least", lambda found: sorted(found.values(), key=lambda one: not one.num_partitions))
+        monkeypatch.setattr(
+            choose, "least", lambda found: sorted(found.values(), key=lambda one: not one.num_partitions)
+        )
     forget()  # what tests before chose
     lengths, build = [], QuireMetadataBuilder.build
 

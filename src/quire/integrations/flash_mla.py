@@ -276,14 +276,14 @@ def _spec_of(heads: int, scale: float, facts: tuple[Any, ...], dtype: torch.dtyp
     kv_dtype, _, head_dim, rank, _ = facts
     return AttentionSpec(
         num_q_heads=heads, num_kv_heads=1, head_dim=head_dim, head_dim_v=rank, softmax_scale=scale, latent=True,
-        dtype=dtype, kv_dtype=kv_dtype, sinks=sinks, causal=causal,
+        dtype=dtype, kv_dtype=kv_dtype, sinks=sinks, causal=causal, allow_fp8=kv_dtype is torch.float8_e4m3fn,
     )  # fmt: skip
 
 
 def spec_of(
     heads: int, scale: float, cache: PagedKVCache, dtype: torch.dtype, sinks: bool, causal: bool
 ) -> AttentionSpec:
-    """Return the spec of attention over a cache of latents."""
+    """Return the spec of attention over a cache of latents, whose e4m3 is rounded where FlashMLA rounds it."""
     return _spec_of(heads, scale, cache.signature, dtype, sinks, causal)
 
 

@@ -6,7 +6,7 @@ as the indexer chooses expand their latents, as without an indexer. Where ranks 
 is in host memory, vLLM finds the slots of keys and calls `_forward_mqa_kernel`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -155,7 +155,8 @@ class QuireSparseMLAImpl(LatentCache, sparse.SparseMLACommonImpl):
         self.kv_dtype = KV_DTYPES.get(kv_cache_dtype, dtype)
         ranks = config.get_current_vllm_config().parallel_config.decode_context_parallel_size
         spec = latent_spec(num_heads * ranks, head_size, self.kv_lora_rank, self.scale, dtype, self.kv_dtype)
-        self.spec = bidirectional(spec)  # lists say what is seen
+        # Lists say what is seen. Records are rounded to bfloat16, as in vLLM's own backends.
+        self.spec = replace(bidirectional(spec), allow_fp8=spec.kv_dtype is torch.float8_e4m3fn)
         self.bound = None
 
     def forward_mqa(
