@@ -16,6 +16,7 @@ import torch
 import quire
 from quire import intervals, reference
 from quire.dispatch.device import interprets
+from quire.plan import make_plan as bind_plan
 from quire.testing import error_budget, make_problem, random_chosen
 
 if not interprets():
@@ -113,9 +114,10 @@ def assert_right(spec, lens=MIXED, max_seq_len=None, kernel="hopper", num_sms=1,
     ],
     ids=str,
 )
-def test_features(extra, bound):
+def test_features(extra, bound, take):
+    take("wg2" if bound else "wg1")
     plan = assert_right(quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound)
-    assert plan.launch.config.num_warpgroups == (2 if bound and plan.launch.request.keys_seen > 512 else 1)
+    assert plan.launch.config.num_warpgroups == (2 if bound else 1)
 
 
 @pytest.mark.slow
@@ -128,7 +130,8 @@ def test_features(extra, bound):
     ],
     ids=str,
 )
-def test_heads_of_128(extra, page_size):
+def test_heads_of_128(extra, page_size, take):
+    take("wg2")
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128} | extra)
     plan = assert_right(spec, ((130, 700), (130, 260), (130, 190)), LONG, page_size=page_size)
     assert plan.launch.config.num_warpgroups == 2 and plan.launch.config.block_n == 128
@@ -598,7 +601,8 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [24, 1])
 @pytest.mark.parametrize("extra", [{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], ids=str)
-def test_products_in_fp8(extra, page_size):
+def test_products_in_fp8(extra, page_size, take):
+    take("fp8")
     spec = quire.AttentionSpec(**LLAMA | E4M3 | {"head_dim": 128, "allow_fp8": True} | extra)
     assert assert_right(spec, page_size=page_size).launch.config.fp8_mma
 
@@ -621,8 +625,9 @@ UNKNOWN, KNOWN = ((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (
     ],
     ids=str,
 )
-def test_splits(lens, extra, page_size):
+def test_splits(lens, extra, page_size, take):
     """Among them are empty ones. The host may know that sequences differ in their numbers of queries."""
+    take("split")
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
     plan = make_plan(p, 16384, num_sms=80, **({"num_tokens": None} if len(lens) == 3 else {}))
     assert plan.launch.num_splits > 1 and plan.launch.decode is None, plan
@@ -635,8 +640,9 @@ def test_splits(lens, extra, page_size):
     [(((40, 400),), 16000, 8), (((20, 0), (0, 30), (50, 33), (9, 100)), None, 1), (((40, 0), (64, 50)), 16384, 80)],
     ids=str,
 )
-def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms):
+def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms, take):
     """Of a split, some rows see no key. Others see none at all: their sequences have fewer keys than queries."""
+    take("split" if bound else "whole")
     p = make_problem(quire.AttentionSpec(**LLAMA, sinks=True), lens)
     p = replace(p, sinks=torch.tensor([float("-inf"), 1.0, float("-inf"), float("-inf")]))
     plan = make_plan(p, bound, num_sms=num_sms)
@@ -647,16 +653,19 @@ def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [{"sinks": True}, {"head_dim": 128} | E4M3], ids=str)
-def test_splits_that_programs_take_in_rounds(extra):
+def test_splits_that_programs_take_in_rounds(extra, take):
+    take("wg2", "whole")
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 900), (30, 700)))
     plan = make_plan(p, 16384, num_sms=16, num_tokens=None)
+    plan = bind_plan(p.spec, plan.batch, replace(plan.launch, num_splits=3), "more splits than are chosen")
     assert plan.launch.num_splits * plan.launch.num_work_tiles(130) > plan.launch.num_programs(200) == 16
     verdict = error_budget(p, attend(p, plan)[0])
     assert verdict.passed, (plan, verdict)
 
 
 @pytest.mark.parametrize("sight", ["chunks", extended("anywhere")])
-def test_splits_of_intervals(sight):
+def test_splits_of_intervals(sight, take):
+    take("split")
     p = make_problem(quire.AttentionSpec(**LLAMA), ((64, 500), (0, 50), (20, 0)), per_token=SIGHTS[sight])
     plan = make_plan(p, 16384, num_sms=80)
     assert plan.launch.num_splits > 1, plan
@@ -895,11 +904,12 @@ def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dt
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 
 
-def test_any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8():
+def test_any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8(take):
     """Sequences of one tile follow one another, and places in which rows were zeroed are used again.
 
     In the order of seed 6, a sequence's sum is stored after its last tile has been multiplied.
     """
+    take("fp8")
     lens = (1, 20), (1, 30), (1, 100), (1, 330)
     p = make_problem(latent_spec(64, **PRODUCTS_IN_FP8), lens, page_size=64, one_query=True)
     plan = make_plan(p, LONG, "mla_hopper")

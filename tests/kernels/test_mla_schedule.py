@@ -45,7 +45,7 @@ def walk_kernel(
     row_block, index = gl.program_id(0), gl.program_id(1)
     number = row_block * num_partitions + index
     part = load_mla_part(parts_ptr, number)
-    lengths, config = Lengths(seq_lens, cu_seqlens_q, None, None, None), Config(NUM_HEADS, ROWS, ROWS, 64, 64)
+    lengths, config = Lengths(seq_lens, cu_seqlens_q, None, None, None), Config(NUM_HEADS, ROWS, ROWS, 64, 64, False)
     program = Program(None, None, lengths, part, index, num_partitions, row_block, causal > 0, 1.0, None, config)
     at = out_ptr + number * MOST * ITEM
     seq, known, tile = first_sequence(program, row_block)
@@ -167,8 +167,9 @@ def assert_right_or_nan(p: Any, plan: Any, seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("queries", [1, 2])
-def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queries):
+def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queries, take):
     """Sequences grow, shrink, become empty, and take turns; producers and consumers walk the same tiles."""
+    take("fp8")
     num_heads, fields = KINDS[kind]
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     lens = np.array([400, 20, 180, 64, 130])
@@ -191,8 +192,9 @@ def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queri
 
 
 @pytest.mark.parametrize("kind", ["16 rows", "64 rows", "products in fp8"])
-def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind):
+def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, take):
     """Into row blocks that sequences did not have, at the beginning of the batch, in its middle, and at its end."""
+    take("fp8")
     num_heads, fields = KINDS[kind]
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     p = make_problem(spec, ((1, 90), (3, 150), (1, 70), (1, 40), (2, 100)), page_size=64)

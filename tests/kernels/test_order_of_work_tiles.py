@@ -297,8 +297,9 @@ def test_more_work_tiles_than_are_counted_are_taken_from_the_front(monkeypatch):
 
 @pytest.mark.usefixtures("small_parts_count")
 @pytest.mark.parametrize("bound", [pytest.param(LONG, id="long"), pytest.param(1024, id="short")])
-def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch):
+def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch, take):
     """Nothing that the host knows tells them apart. Launches of short contexts, which cut none, find it elsewhere."""
+    take("cut")
     lens = ((32, 300), (32, 1000), (32, 32), (32, 600))
     spec = quire.AttentionSpec(**WIDE)
     plan, _, loads = attended(monkeypatch, spec, lens, bound=bound)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 HALF = {"dtype": torch.float16}
 LAYERS = {
-    "decode": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((1, 100), (1, 40), (1, 7))),
+    "decode": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((1, 700), (1, 40), (1, 7))),
     "ragged": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((20, 100), (1, 40), (3, 7))),
     "window": (AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=128, sliding_window=30, **HALF), ((2, 100),) * 2),
     "invariant": (AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, **HALF), ((20, 300), (1, 40), (3, 7))),
