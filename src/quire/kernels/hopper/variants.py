@@ -166,10 +166,12 @@ def fields_of(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
     if spec.kv_dtype is not spec.dtype:
         stages, unconverted = QUANTISED[widths]
         common: dict[str, Any] = {"num_warpgroups": 2, "block_n": 128, "num_q_stages": 2}
-        found = {f"wg2 n128 s{stages} q2": common | {"num_stages": stages, "num_quantised_stages": unconverted}}
+        found = {}
         if spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and widths == (128, 128):
+            # The first one, which is taken where two are predicted to take as long.
             found["wg2 n128 s3 q2 fp8"] = common | {"num_stages": 3, "num_quantised_stages": 2, "fp8_mma": True}
-        return found
+        converted = {"num_stages": stages, "num_quantised_stages": unconverted}
+        return found | {f"wg2 n128 s{stages} q2": common | converted}
     for most, text in CONFIGS.items():
         if all(width <= limit for width, limit in zip(widths, most, strict=True)):
             names = "num_warpgroups", "block_n", "num_stages", "num_q_stages"
