@@ -8,6 +8,7 @@ lacks.
 import contextlib
 import hashlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -249,6 +250,28 @@ def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
     _ = function.cache_key
 
 
+PARSING = threading.RLock()
+
+
+@contextlib.contextmanager
+def parsing_in_turn() -> Iterator[None]:
+    """Let one thread at a time make the syntax tree of a jit function.
+
+    Python 3.11 counts the depth of the trees of all threads together, and may end one of two with SystemError.
+    """
+    parse = JITFunction.parse
+
+    def parse_alone(function: Any) -> Any:
+        with PARSING:
+            return parse(function)
+
+    JITFunction.parse = parse_alone
+    try:
+        yield
+    finally:
+        JITFunction.parse = parse
+
+
 @contextlib.contextmanager
 def compiling_in(executor: futures.Executor) -> Iterator[Callable[[float], int]]:
     """Compile in an executor in this context, and wait at its end.
@@ -256,7 +279,7 @@ def compiling_in(executor: futures.Executor) -> Iterator[Callable[[float], int]]
     Yields:
         A function that waits for so many seconds and returns how many kernels are still missing.
     """
-    with AsyncCompileMode(executor) as mode:
+    with parsing_in_turn(), AsyncCompileMode(executor) as mode:
         yield lambda seconds: len(futures.wait(mode.raw_futures, seconds).not_done)
 
 

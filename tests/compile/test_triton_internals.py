@@ -6,6 +6,7 @@ A new version of Triton that has changed one of them fails here, where the test'
 import ast
 import inspect
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,3 +382,20 @@ def test_each_function_has_a_test():
     text = Path(os.path.abspath(__file__)).read_text()
     names = [name for name, f in vars(internals).items() if getattr(f, "__module__", "") == internals.__name__]
     assert len(names) > 15 and not [name for name in names if f"internals.{name}" not in text]
+
+
+def test_threads_that_compile_parse_in_turn(monkeypatch):
+    """Python 3.11 may end one of two parsers that work at once with SystemError."""
+    at_once, most = [0], [0]
+
+    def parse(function):
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        time.sleep(0.02)
+        at_once[0] -= 1
+
+    monkeypatch.setattr(internals.JITFunction, "parse", parse)
+    with internals.parsing_in_turn(), ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(lambda: internals.JITFunction.parse(None))
+    assert most == [1] and internals.JITFunction.parse is parse

@@ -8,11 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from triton.runtime.jit import JITCallable, JITFunction
+from triton.runtime.jit import JITFunction
 
 import quire
 from quire import ops, targets
-from quire.kernels import launcher
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
 
@@ -425,23 +424,3 @@ def test_one_kernel_is_warmed_up_with_new_tokens_and_without_them(without_compil
                 q, slots = torch.empty(num_seqs, 32, 128, dtype=SPEC.dtype), torch.zeros(num_seqs, dtype=torch.int64)
                 k, v = torch.empty(2, num_seqs, 8, 128, dtype=SPEC.dtype)
                 quire.attention(q, cache, plan, k=k, v=v, slot_mapping=slots)
-
-
-def test_threads_that_compile_try_again_and_replace_nothing_of_triton_s():
-    """Python 3.11 may end one of two parsers that work at once with SystemError, also that of a callee."""
-    parse, left = JITCallable.parse, [SystemError("depth"), RuntimeError("of a callee")]
-
-    def compile_one():
-        if left:
-            raise left.pop() from SystemError("depth")
-        return "compiled"
-
-    def fail():
-        raise ValueError("of its own")
-
-    with launcher.compile_together(torch.device("cpu")):
-        assert JITCallable.parse is parse
-    with launcher.Threads(1) as threads:
-        assert threads.submit(compile_one).result() == "compiled"
-        with pytest.raises(ValueError, match="of its own"):
-            threads.submit(fail).result()

@@ -61,7 +61,6 @@ SHARED: dict[Hashable, "CompiledLaunch"] = {}  # launches of all plans, by what 
 MOST_LAUNCHES = 1024  # that a cache keeps
 MOST_BYTES = (1 << 31) - 1  # of a tensor that 32-bit offsets reach, for which Triton compiles for AMD's GPUs
 MOST_THREADS = 4  # that compile
-AGAIN = 8  # times that a compilation may end with SystemError; trees are a small part of it
 LOADING = 2.0  # seconds that are enough to load a warm-up's kernels from Triton's cache
 
 
@@ -343,7 +342,7 @@ def compile_together(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: 0
         return
     with (
-        Threads(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+        futures.ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
         compiling_in(threads) as num_missing,
         compile_for(device_properties(device), lambda *compiled: None),
     ):
@@ -367,37 +366,6 @@ def compile_only(
     """
     with driven_by(StubDriver(name, gpu)), compile_for(properties, on_compile):
         yield
-
-
-class Threads(futures.ThreadPoolExecutor):
-    """Threads that compile.
-
-    Python 3.11 counts the depth of syntax trees for all threads together. If two make trees at once, one may end with
-    SystemError, which Triton raises as the cause of its own error where it compiles a callee. It then compiles again.
-    """
-
-    def submit(self, compile_one: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """Compile in a thread."""
-
-        def compile_again() -> Any:
-            for _ in range(AGAIN):
-                try:
-                    return compile_one(*args, **kwargs)
-                except Exception as error:
-                    if not is_caused_by_system_error(error):
-                        raise
-            return compile_one(*args, **kwargs)
-
-        return super().submit(compile_again)
-
-
-def is_caused_by_system_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one of those that caused it, is a SystemError."""
-    while error is not None:
-        if isinstance(error, SystemError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def address_of(value: Any) -> Any:
