@@ -259,17 +259,18 @@ def parsing_in_turn() -> Iterator[None]:
 
     Python 3.11 counts the depth of the trees of all threads together, and may end one of two with SystemError.
     """
-    parse = JITFunction.parse
+    function_class: Any = JITFunction
+    parse = function_class.parse
 
     def parse_alone(function: Any) -> Any:
         with PARSING:
             return parse(function)
 
-    JITFunction.parse = parse_alone
+    function_class.parse = parse_alone
     try:
         yield
     finally:
-        JITFunction.parse = parse
+        function_class.parse = parse
 
 
 @contextlib.contextmanager
