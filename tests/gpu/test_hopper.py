@@ -370,6 +370,15 @@ def test_sections_of_heads(head_dim, head_dim_v):
         assert torch.equal(state.out, expected.out) and torch.equal(state.lse, expected.lse)
 
 
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_both_numbers_of_warpgroups(head_dim, warpgroups, take):
+    take(f"wg{warpgroups}")
+    for lens in (MIXED, ((200, 700),)):
+        p, plan, state = solve(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), lens)
+        assert plan.launch.config.num_warpgroups == warpgroups and error_budget(p, state).passed, plan
+
+
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "bound"),
     in_turn(

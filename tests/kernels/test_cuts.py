@@ -448,6 +448,8 @@ def test_scratch_of_cuts_is_apart_from_that_of_the_decode_launch():
     [
         (Bounds(2048, 2048, 8 * 2048), False),  # all sequences have as many queries as keys
         (Bounds(2048, 2048, 8 * 2048 - 1), True),
+        (Bounds(2048, 2048, 2049), True),
+        (Bounds(2048, 2048, 2048), True),
         (Bounds(2048, 2048, 1024), True),
         (Bounds(512, 30000, 8 * 512), True),
         (Bounds(40, 1024, 100), False),

@@ -40,9 +40,7 @@ class Items(NamedTuple):
 class Seen(NamedTuple):
     """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
 
-    flags: (
-        Any  # [places, TILE] int32: 0 for keys that are not seen; 2 for all if all are seen, else 1 for those that are
-    )
+    flags: Any  # [places, TILE] int32: 0 for a key that isn't seen, 1 for one that is; 2 for each if all are
     full: Any  # barriers: the flags are stored
 
 
