@@ -42,7 +42,22 @@ def distinct_launches(*bounds: Any) -> tuple[Launch, ...]:
 CHOICES.append(distinct_launches)
 
 
-def launches_within(
+def launches_within(*bounds: Any) -> Iterator[Launch]:
+    """Enumerate launches that have all kernels of batches within the bounds, which `variants_within` takes."""
+    for launch in variants_within(True, *bounds):
+        yield from alike(launch)
+
+
+def scratch_within(*bounds: Any) -> int:
+    """Return the most bytes of scratch of any batch within the bounds, which `variants_within` takes.
+
+    Of batches of a kind, those with the largest numbers have the most.
+    """
+    return max(map(scratch_of, variants_within(False, *bounds)), default=0)
+
+
+def variants_within(
+    least: bool,
     spec: AttentionSpec,
     device: DeviceProperties,
     max_num_seqs: int,
@@ -53,37 +68,11 @@ def launches_within(
     min_query_len: int = 1,
     min_seq_len: int = 1,
 ) -> Iterator[Launch]:
-    """Enumerate launches that have all kernels of batches within the bounds.
-
-    `per_token` is that of `kinds`.
-    """
+    """Enumerate the variants of a batch of each kind; `least` and `per_token` are those of `kinds`."""
     limits = max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len
-    for request in kinds(spec, device, limits, per_token, least=True):
+    for request in kinds(spec, device, limits, per_token, least):
         found, _ = variants(request, Options(batch_invariant=batch_invariant), within=True)
-        for launch in found.values():
-            yield from alike(launch)
-
-
-def scratch_within(
-    spec: AttentionSpec,
-    device: DeviceProperties,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    max_seq_len: int,
-    batch_invariant: bool,
-    per_token: Sequence[tuple[Any, ...]] = ((False, False),),
-    min_query_len: int = 1,
-    min_seq_len: int = 1,
-) -> int:
-    """Return the most bytes of scratch of any batch within the bounds; the arguments are those of `launches_within`.
-
-    Of batches of a kind, those with the largest numbers have the most.
-    """
-    limits, most = (max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len), 0
-    for request in kinds(spec, device, limits, per_token, least=False):
-        found, _ = variants(request, Options(batch_invariant=batch_invariant), within=True)
-        most = max(most, *(scratch_of(launch) for launch in found.values()))
-    return most
+        yield from found.values()
 
 
 def scratch_of(launch: Any) -> int:
