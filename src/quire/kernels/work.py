@@ -152,10 +152,8 @@ def work_of_partitions(launch: PortableLaunch, lens: Lens) -> Work:
     """Return the work of partitions, also of latents: programs share the units of all row blocks."""
     request, lanes, spec, config = launch.request, launch.lanes, launch.request.spec, launch.config
     each = units_of(launch, lens)
-    blocks, total = (
-        sum(number * count for _, number, count in each),
-        sum(u * number * count for u, number, count in each),
-    )
+    blocks = sum(number * count for _, number, count in each)
+    total = sum(units * number * count for units, number, count in each)
     size, longest = size_of_partition(launch, each, total), max(units for units, *_ in each)
     programs = cdiv(total, size)
     if all(units == longest for units, *_ in each):  # row blocks that begin where a partition does are begun once

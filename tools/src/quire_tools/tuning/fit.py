@@ -28,12 +28,8 @@ from quire.kernels.work import guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
-SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = (
-    2.0,
-    0.7,
-    0.7,
-    1.0,
-)  # of the logarithms of factors, around those before
+# Of the logarithms of factors, around those before.
+SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.7, 1.0
 NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
 NOISE_OF_SLOWER = 0.15  # more of it, times the logarithm of a time over the best one: choices are among the best
 ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
