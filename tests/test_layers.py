@@ -16,7 +16,7 @@ ROOT, TOOLS = Path(quire.__file__).parent, Path(quire_tools.__file__).parent
 LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and those below
     (
         *("errors", "spec", "state", "batch", "chosen", "checks.batch", "cache", "cache_layout", "allocator"),
-        *("norm_rope", "intervals", "draft_trees", "reference", "version", "log"),
+        *("norm_rope", "intervals", "draft_trees", "reference", "score_functions", "version", "log"),
     ),
     ("triton_internals",),
     ("dispatch",),
@@ -31,10 +31,23 @@ LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its 
 )
 TOOLS_LAYERS = (("__init__",), ("bench",), ("tuning",), ("cli",))  # of the tools, all above the library
 MAY_IMPORT = {  # and nothing else: what judges results knows no kernel
-    "quire.reference": {"quire.spec", "quire.batch", "quire.cache", "quire.state", "quire.norm_rope"},
+    "quire.reference": {
+        f"quire.{name}" for name in ("spec", "batch", "cache", "state", "norm_rope", "score_functions")
+    },
     "quire.testing": {
         f"quire.{name}"
-        for name in ("reference", "spec", "batch", "chosen", "checks.batch", "cache", "state", "norm_rope", "errors")
+        for name in (
+            "reference",
+            "spec",
+            "batch",
+            "chosen",
+            "checks.batch",
+            "cache",
+            "state",
+            "norm_rope",
+            "errors",
+            "score_functions",
+        )
     },
 }
 PUBLIC_ONLY = ("quire.integrations", "quire.distributed", "quire_tools.bench")

@@ -19,6 +19,7 @@ from quire.compile_ahead.verbs import begin_warmup, no_compilation, warmup, work
 from quire.errors import OutOfPagesError, UnsupportedError
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, plan
+from quire.score_functions import mask, score
 from quire.spec import AttentionSpec
 from quire.state import State
 from quire.version import __version__ as __version__
@@ -38,9 +39,11 @@ __all__ = [
     "attention",
     "begin_warmup",
     "copy_pages",
+    "mask",
     "merge_states",
     "no_compilation",
     "plan",
+    "score",
     "union_attention",
     "varlen_attention",
     "warmup",

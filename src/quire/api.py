@@ -33,13 +33,14 @@ from quire.spec import AttentionSpec
 from quire.state import State
 
 Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+Extras = Sequence[torch.Tensor]  # of a spec's functions, in the order of `AttentionSpec.extras`
 
 
 @overload
 def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None, extras: Extras = (),
     out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None, return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -48,7 +49,7 @@ def attention(
 def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None, extras: Extras = (),
     out: State, out_scale: torch.Tensor | None = None,
     extra_cache: PagedKVCache | None = None, return_lse: bool = False,
 ) -> State: ...  # fmt: skip
@@ -58,7 +59,7 @@ def attention(
 def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None, extras: Extras = (),
     out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None,
     extra_cache: PagedKVCache | None = None, return_lse: Literal[True],
 ) -> State: ...  # fmt: skip
@@ -68,7 +69,7 @@ def attention(
 def attention(
     q: Queries, cache: PagedKVCache, plan: Plan, *, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None, rope: Rope | None = None, qk_norm: QKNorm | None = None,
-    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None, extras: Extras = (),
     out: torch.Tensor | State | None = None, out_scale: torch.Tensor | None = None,
     extra_cache: PagedKVCache | None = None, return_lse: bool = False,
 ) -> torch.Tensor | State: ...  # fmt: skip
@@ -86,6 +87,7 @@ def attention(
     qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    extras: Extras = (),
     out: torch.Tensor | State | None = None,
     out_scale: torch.Tensor | None = None,  # [1] float32
     extra_cache: PagedKVCache | None = None,
@@ -118,6 +120,7 @@ def attention(
         qk_norm: how they are normalised before that, as a `QKNorm` or a tuple of its fields; None if they are already.
         sinks: [num_q_heads], natural-log logits, where the spec has sinks.
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
+        extras: the tensors that the spec's score and mask read, contiguous, in the order of `AttentionSpec.extras`.
         out: where to write: a tensor [num_tokens, num_q_heads, head_dim_v] like `q`, or a `State`, whose lse is written
             as well.
         out_scale: a float32 tensor of one element on the device, to have out in float8_e4m3fn: `result / out_scale`,
@@ -162,7 +165,8 @@ def attention(
     """
     given = k is not None or v is not None or slot_mapping is not None or rope is not None or qk_norm is not None
     new = NewTokens(k, v, slot_mapping, rope, qk_norm) if given else None  # pyright: ignore[reportArgumentType]
-    check_attention(q, cache, plan, sinks, alibi_slopes, new)  # `quire.debug.record` takes its place while it records
+    # `quire.debug.record` takes its place while it records.
+    check_attention(q, cache, plan, sinks, alibi_slopes, new, extras)
     if extra_cache is not None or plan.batch.extra_chosen is not None:
         checks.check_extra_cache(extra_cache, cache, plan)
     if return_lse is not False and return_lse is not True:
@@ -188,7 +192,8 @@ def attention(
         new = named(new)
         appender = None if torch.compiler.is_compiling() else plan.appender(cache)
         if appender is not None:
-            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale)
+            read = tuple(extras) if extras else None
+            appender.append(first, cache, out, lse, sinks, alibi_slopes, *new, out_scale=out_scale, extras=read)
             return out if lse is None else State(out, lse)
         if not torch.compiler.is_compiling():
             plan.check_before_write(cache, new.slot_mapping)
@@ -199,10 +204,14 @@ def attention(
             q = torch.empty(first.shape, dtype=first.dtype, device=device)
             norm_rope_and_write(first, q, cache, *new)
     if torch.compiler.is_compiling():
-        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes, out_scale, extra_cache)
+        ops.attention(q, cache, plan, out, lse, sinks, alibi_slopes, out_scale, extra_cache, extras)
     elif extra_cache is not None:
         run: Any = plan.runner  # of the two that serve a second cache
         run(as_pair(q, spec), cache, out, lse, sinks, alibi_slopes, out_scale, extra_cache)
+    elif spec.extras:
+        run = plan.runner  # of those that serve functions
+        given = as_pair(q, spec) if spec.latent else q
+        run(given, cache, out, lse, sinks, alibi_slopes, out_scale, extras=tuple(extras))
     else:
         plan.runner(as_pair(q, spec) if spec.latent else q, cache, out, lse, sinks, alibi_slopes, out_scale)
     return out if lse is None else State(out, lse)
@@ -247,7 +256,7 @@ def as_pair(q: Queries, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None, return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -255,7 +264,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: State,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), out: State,
     out_scale: torch.Tensor | None = None, return_lse: bool = False,
 ) -> State: ...  # fmt: skip
 
@@ -263,7 +272,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), out: torch.Tensor | State | None = None,
     out_scale: torch.Tensor | None = None, return_lse: Literal[True],
 ) -> State: ...  # fmt: skip
 
@@ -271,7 +280,7 @@ def varlen_attention(
 @overload
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, out: torch.Tensor | State | None = None,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), out: torch.Tensor | State | None = None,
     out_scale: torch.Tensor | None = None, return_lse: bool = False,
 ) -> torch.Tensor | State: ...  # fmt: skip
 
@@ -284,6 +293,7 @@ def varlen_attention(
     *,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    extras: Extras = (),
     out: torch.Tensor | State | None = None,
     out_scale: torch.Tensor | None = None,  # [1] float32
     return_lse: bool = False,
@@ -297,6 +307,7 @@ def varlen_attention(
         plan: from `quire.plan`.
         sinks: as for `attention`.
         alibi_slopes: as for `attention`.
+        extras: as for `attention`.
         out: as for `attention`.
         out_scale: as for `attention`.
         return_lse: as for `attention`.
@@ -319,29 +330,28 @@ def varlen_attention(
     """
     check_varlen(plan)
     cache = packed_cache(k, v)
-    return attention(
-        q, cache, plan, sinks=sinks, alibi_slopes=alibi_slopes, out=out, out_scale=out_scale, return_lse=return_lse
-    )
+    per_layer: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "extras": extras}
+    return attention(q, cache, plan, **per_layer, out=out, out_scale=out_scale, return_lse=return_lse)
 
 
 @overload
 def union_attention(
     q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, return_lse: Literal[False] = False,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
 @overload
 def union_attention(
     q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, return_lse: Literal[True],
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), return_lse: Literal[True],
 ) -> State: ...  # fmt: skip
 
 
 @overload
 def union_attention(
     q: Queries, cache: PagedKVCache, plans: Sequence[Plan], *, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, return_lse: bool = False,
+    alibi_slopes: torch.Tensor | None = None, extras: Extras = (), return_lse: bool = False,
 ) -> torch.Tensor | State: ...  # fmt: skip
 
 
@@ -352,6 +362,7 @@ def union_attention(
     *,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    extras: Extras = (),
     return_lse: bool = False,
 ) -> torch.Tensor | State:
     """Attend to the union of several disjoint sets of keys, such as a prefix and a window.
@@ -365,6 +376,7 @@ def union_attention(
             sinks, which count once. `quire.intervals.prefix_and_window` makes two batches for them.
         sinks: [num_q_heads], natural-log logits, where the first plan's spec has sinks.
         alibi_slopes: [num_q_heads], where the specs have ALiBi.
+        extras: as for `attention`.
         return_lse: return a `State` with the natural-log lse over all keys, [num_tokens, num_q_heads] float32.
 
     Returns:
@@ -390,13 +402,11 @@ def union_attention(
     check_union(plans)
     check_flag("return_lse", return_lse, "say whether the lse is asked for")
     for plan in plans:  # all of them before anything is launched; `quire.debug.record` counts the calls below
-        checks.check_attention(q, cache, plan, sinks if plan.spec.sinks else None, alibi_slopes)
+        checks.check_attention(q, cache, plan, sinks if plan.spec.sinks else None, alibi_slopes, extras=extras)
     if sinks is not None and not plans[0].spec.sinks:
-        checks.check_attention(q, cache, plans[0], sinks, alibi_slopes)
-    states = [
-        attention(q, cache, p, sinks=sinks if p.spec.sinks else None, alibi_slopes=alibi_slopes, return_lse=True)
-        for p in plans
-    ]
+        checks.check_attention(q, cache, plans[0], sinks, alibi_slopes, extras=extras)
+    per_layer: Any = {"alibi_slopes": alibi_slopes, "extras": extras, "return_lse": True}
+    states = [attention(q, cache, p, sinks=sinks if p.spec.sinks else None, **per_layer) for p in plans]
     state = merge_states(states)
     return state if return_lse else state.out
 

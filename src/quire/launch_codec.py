@@ -11,7 +11,7 @@ import torch
 from quire.dispatch.request import Options
 
 # Whose dataclasses a text may name: it may come from a file of anyone.
-MODULES = ("quire.spec", "quire.dispatch.", "quire.kernels.")
+MODULES = ("quire.spec", "quire.score_functions", "quire.dispatch.", "quire.kernels.")
 
 
 def encode(value: Any) -> str:

@@ -113,6 +113,7 @@ def words_of(spec: AttentionSpec) -> str:
         value = getattr(spec, name)
         if value is not None and value is not False:
             words.append(name if value is True else f"{name}={value}")
+    words += [f"{one.kind} {one.name}" for one in (spec.score, spec.mask) if one is not None]
     return ", ".join(words)
 
 

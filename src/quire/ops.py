@@ -25,7 +25,7 @@ LIBRARY.define(
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
     "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? chosen, Tensor? chosen_lens, int chosen_size, "
     "bool chosen_are_slots, Tensor? extra_chosen, Tensor? extra_lens, int extra_size, Tensor? extra_latents, "
-    "Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? sinks, Tensor? alibi_slopes, Tensor[] extras, "
     "Tensor? out_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!) workspace, str spec, str options, "
     "SymInt[] shared_prefix, SymInt max_query_len, SymInt max_seq_len, SymInt num_tokens) -> ()"
 )
@@ -56,6 +56,7 @@ def attention(
     alibi_slopes: torch.Tensor | None,
     out_scale: torch.Tensor | None,
     extra_cache: PagedKVCache | None = None,
+    extras: Sequence[torch.Tensor] = (),
 ) -> None:
     """Call the operator `quire::attention`, which writes `out` and `lse`. Latents cross it as k, without v.
 
@@ -92,6 +93,7 @@ def attention(
         *more,
         sinks,
         alibi_slopes,
+        [*extras],
         out_scale,
         out,
         lse,
@@ -179,6 +181,7 @@ def register(
         extra_latents: torch.Tensor | None,
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
+        extras: list[torch.Tensor],
         out_scale: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
@@ -201,7 +204,7 @@ def register(
         else:
             cache = PagedKVCache(k, v, layout, k_scale, v_scale)
         into = out if lse is None else State(out, lse)
-        per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+        per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "extras": tuple(extras)}
         queries = q if q_pe is None else (q, q_pe)
         if extra_latents is not None:
             per_head["extra_cache"] = PagedKVCache.from_latents(extra_latents, plan.spec.kv_lora_rank)

@@ -11,6 +11,7 @@ import torch
 from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.norm_rope import QKNorm, Rope
+from quire.score_functions import Scene, apply, bounds_of
 from quire.spec import AttentionSpec
 from quire.state import State
 
@@ -26,6 +27,7 @@ def attention(
     *,
     sinks: torch.Tensor | None = None,  # [num_q_heads]
     alibi_slopes: torch.Tensor | None = None,  # [num_q_heads]
+    extras: tuple[torch.Tensor, ...] = (),
     extra_cache: PagedKVCache | None = None,
     k: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     v: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim_v]
@@ -47,6 +49,7 @@ def attention(
         spec: what to compute.
         sinks: [num_q_heads], natural-log logits, where `spec.sinks`.
         alibi_slopes: [num_q_heads], where `spec.alibi`.
+        extras: the tensors of `spec.extras`.
         extra_cache: where the keys of the batch's `extra_chosen` are.
         k: keys of the queries' tokens that are read instead of what the cache has in their slots; not of latents, nor
             of a quantised cache, whose numbers are rounded.
@@ -62,6 +65,7 @@ def attention(
     """
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim_v, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+    tables = {extra.name: tensor for extra, tensor in zip(spec.extras, extras, strict=True)}
     starts = batch.query_starts.tolist()
     offsets = None if batch.query_offsets is None else batch.query_offsets.tolist()
     exact = dtype is torch.float64  # else what is rotated is rounded to its dtype, as attention rounds it
@@ -93,7 +97,8 @@ def attention(
                     results, lses = attend(capped(scores, spec), values, sink, in_fp8)
                     out[token, heads], lse[token, heads] = results[:, 0], lses[:, 0]
             continue
-        visible = visible_keys(batch, spec, rows, first, kv_len)  # [q_len, kv_len]
+        visible = keys_within_bounds(batch, spec, seq, first, kv_len, tables)  # [q_len, kv_len]
+        of_seq = torch.tensor(seq, device=q.device)
         # Keys that no query sees may have been freed and overwritten (a sliding window's past): they must not be read.
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
         all_keys, all_values = gather(cache, batch, seq, needed, dtype, step)
@@ -106,6 +111,10 @@ def attention(
             if alibi_slopes is not None:
                 distances = (q_pos[:, None] - needed[None, :]).abs()
                 scores = scores - alibi_slopes[heads].to(dtype)[:, None, None] * distances
+            if spec.score is not None or spec.mask is not None:
+                q_heads = torch.arange(heads.start, heads.stop, device=q.device)[:, None, None]
+                scene = Scene(q_pos[:, None], needed, q_heads, torch.tensor(kv_head, device=q.device), of_seq, tables)
+                scores = apply(spec.score, spec.mask, scores, scene)
             scores = scores.masked_fill(~visible, float("-inf"))
             sink = None if sinks is None else sinks[heads].to(dtype)
             results, lses = attend(scores, values, sink, in_fp8)
@@ -229,6 +238,28 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     _, exponents = torch.frexp(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-30))
     scale = torch.exp2(8.0 - exponents)
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+def keys_within_bounds(
+    batch: Batch, spec: AttentionSpec, seq: int, first: int, kv_len: int, tables: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return which keys the queries of a sequence see but for a mask: those of `visible_keys` that its bounds leave.
+
+    Args:
+        batch: the sequences.
+        spec: what to compute.
+        seq: the sequence.
+        first: position of its first query.
+        kv_len: its keys.
+        tables: what the mask's bounds read, by name.
+    """
+    start, stop = batch.query_starts[seq : seq + 2].tolist()
+    visible = visible_keys(batch, spec, slice(start, stop), first, kv_len)
+    q_pos, kv_pos = first + torch.arange(stop - start, device=batch.device), torch.arange(kv_len, device=batch.device)
+    bounds = bounds_of(spec.mask, q_pos, torch.tensor(seq, device=batch.device), tables)
+    if bounds is None:
+        return visible
+    return visible & (kv_pos >= bounds[0][:, None]) & (kv_pos < bounds[1][:, None])
 
 
 def visible_keys(batch: Batch, spec: AttentionSpec, rows: slice, first: int, kv_len: int) -> torch.Tensor:

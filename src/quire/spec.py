@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quire.errors import UnsupportedError, check_flag, check_integer, check_positive, describe
+from quire.score_functions import Extra, Function, extras_of
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -51,9 +52,13 @@ class AttentionSpec:
             `head_dim_v` columns are the value (multi-head latent attention with absorbed projections, DeepSeek-V2,
             arXiv 2405.04434). There is one KV head. `head_dim_v` is a multiple of 16 from 16 to 512, and
             `head_dim - head_dim_v`, the rotary columns, is one from 0 to 128. `AttentionSpec.mla` names these widths.
+        score: a function on scores, from `quire.score`; None for none. It gets scores after softcap and ALiBi.
+        mask: a function that says which keys a query sees, from `quire.mask`; None for none. It counts in addition to
+            `causal`, the window, and a batch's intervals or trees.
 
     Attributes:
         cache_signature: the `PagedKVCache.signature` of a cache for this spec.
+        extras: the tensors that score and mask read, which go to `attention` in this order.
 
     Raises:
         TypeError: a field is of the wrong type.
@@ -82,7 +87,10 @@ class AttentionSpec:
     allow_tf32: bool
     allow_fp8: bool
     latent: bool
+    score: Function | None
+    mask: Function | None
     cache_signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False, compare=False)
+    extras: tuple[Extra, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -103,6 +111,8 @@ class AttentionSpec:
         allow_tf32: bool = False,
         allow_fp8: bool = False,
         latent: bool = False,
+        score: Function | None = None,
+        mask: Function | None = None,
     ) -> None:
         check_flag("latent", latent, "AttentionSpec.mla makes a spec with latents")
         heads_advice = "pass the heads of one tensor-parallel rank, not of the whole model"
@@ -176,6 +186,9 @@ class AttentionSpec:
             "allow_tf32": allow_tf32,
             "allow_fp8": allow_fp8,
             "latent": latent,
+            "score": score,
+            "mask": mask,
+            "extras": extras_of((score, mask), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads),
             "cache_signature": (kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
         }
         for name, value in values.items():
@@ -260,6 +273,11 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether the mask has bounds."""
+        return self.mask is not None and self.mask.bounds != ""
 
     @property
     def window(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache
 from quire.checks.batch import check_batch
 from quire.norm_rope import QKNorm, Rope
+from quire.score_functions import KINDS, largest_number
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 from quire.state import State
 
@@ -53,6 +54,7 @@ class Problem:
             then, unless latents or a quantised cache round them.
         out_scale: that of `quire.attention`, if it is given one.
         extra_cache: the same.
+        extras: the tensors of `spec.extras`.
     """
 
     spec: AttentionSpec
@@ -66,6 +68,7 @@ class Problem:
     step: Mapping[str, Any] = field(default_factory=dict)
     out_scale: torch.Tensor | None = None
     extra_cache: PagedKVCache | None = None
+    extras: tuple[torch.Tensor, ...] = ()
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -85,6 +88,7 @@ class Problem:
     def tables(self) -> dict[str, Any]:
         """Keyword arguments of `quire.attention` and of `quire.reference.attention`."""
         extra = {} if self.extra_cache is None else {"extra_cache": self.extra_cache}
+        extra |= {"extras": self.extras} if self.extras else {}
         return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes} | extra
 
 
@@ -99,6 +103,7 @@ def make_problem(
     one_query: bool = False,
     spare_pages: int = 3,
     per_token: Callable[[Batch, int], Batch] | None = None,
+    extras: tuple[torch.Tensor, ...] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Problem:
@@ -119,6 +124,8 @@ def make_problem(
         spare_pages: pages that no sequence owns, page 0 included.
         per_token: returns the batch with intervals, trees or chosen keys, such as `quire.intervals.causal` or
             `random_chosen`, from the batch and its number of tokens.
+        extras: the tensors of `spec.extras`, on the CPU; random ones, of 17 numbers along dimensions of any size, when
+            not given.
         seed: of the random numbers.
         device: where the tensors go.
 
@@ -149,7 +156,9 @@ def make_problem(
         batch = per_token(batch, sum(query_lens))
 
     cache = random_cache(spec, num_pages, page_size, layout, scales, generator)
-    poison(cache, owned_slots(batch, cache, spec))
+    if extras is None:
+        extras = random_extras(spec, generator)
+    poison(cache, owned_slots(batch, cache, spec, extras))
     q = torch.randn(sum(query_lens), spec.num_q_heads, spec.head_dim, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, generator=generator) if spec.sinks else None
     if sinks is not None:
@@ -174,7 +183,21 @@ def make_problem(
     else:
         scale_tensors = move(cache.k_scale), move(cache.v_scale)
         cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, *scale_tensors)
-    return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, move(sinks), move(slopes))
+    tables = move(sinks), move(slopes)
+    extras = tuple(extra.to(device) for extra in extras)
+    return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, *tables, extras=extras)
+
+
+def random_extras(spec: AttentionSpec, generator: torch.Generator, size: int = 17) -> tuple[torch.Tensor, ...]:
+    """Return random tensors for a spec's functions, of `size` numbers along dimensions of any size."""
+    made = []
+    for extra in spec.extras:
+        shape = extra.with_size(size)
+        numbers = torch.randn(shape, generator=generator)
+        if KINDS[extra.dtype] != "float":
+            numbers = torch.randint(0, 4 if KINDS[extra.dtype] == "int" else 2, shape, generator=generator)
+        made.append(numbers.to(extra.dtype))
+    return tuple(made)
 
 
 def random_chosen(
@@ -282,16 +305,22 @@ def random_cache(
     return PagedKVCache(cache.k, cache.v, layout, k_scale, v_scale)
 
 
-def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = None) -> torch.Tensor:
+def owned_slots(
+    batch: Batch,
+    cache: PagedKVCache,
+    spec: AttentionSpec | None = None,
+    extras: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
     """Return which slots hold a key that some query sees, [num_pages, page_size] bool.
 
     Keys between two that are seen count as well, and the drafts of a tree: kernels read them whether or not they are
-    seen. Of chosen keys, those that lists name count, and no others.
+    seen. So do keys that a mask hides within its bounds. Of chosen keys, those that lists name count, and no others.
 
     Args:
         batch: the sequences.
         cache: the pages.
         spec: which keys queries see. Without it, all keys of a sequence with queries count.
+        extras: the tensors of `spec.extras`.
     """
     owned = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.bool, device=cache.device)
     starts = batch.query_starts.tolist()
@@ -306,7 +335,9 @@ def owned_slots(batch: Batch, cache: PagedKVCache, spec: AttentionSpec | None = 
                 for _, _, page, slot in named:
                     owned[page, slot] = True
                 continue
-            positions = reference.visible_keys(batch, spec, rows, first, kv_len).any(0).nonzero()[:, 0].tolist()
+            tables = {extra.name: tensor for extra, tensor in zip(spec.extras, extras, strict=True)}
+            seen = reference.keys_within_bounds(batch, spec, seq, first, kv_len, tables)
+            positions = seen.any(0).nonzero()[:, 0].tolist()
             if batch.tree_bits is not None:
                 positions = sorted({*positions, *range(max(first, 0), min(first + q_len, kv_len))})
             between = range(positions[0], positions[-1] + 1) if positions else ()
@@ -523,7 +554,9 @@ class Oracle:
         steps = 0 if spec.dtype is torch.float32 else spec.head_dim / 16
         rounding = (single.double() - exact)[finite].abs().max().item() + eps * largest
         # Of 16-bit queries, a softcap is 1 - 2 / (exp(2x) + 1): float32 rounds it near 1, in four steps.
-        capped = 0 if spec.dtype is torch.float32 else 4 * eps * (spec.softcap or 0)
+        # So is a tanh of a spec's function, times what the function multiplies it by.
+        by = max(spec.softcap or 0, largest_number(spec.score) if spec.score is not None else 0)
+        capped = 0 if spec.dtype is torch.float32 else 4 * eps * by
         budget = 2 * (rounding + steps * eps / 4 * largest + capped)
         return (lse.double() - exact)[finite].abs().max().item() / budget
 

@@ -12,6 +12,7 @@ from quire.checks.norm_rope import check_norm_rope
 from quire.dispatch.request import Bounds
 from quire.errors import UnsupportedError, check_no_gradient, check_served, check_tensor, describe
 from quire.norm_rope import QKNorm, Rope
+from quire.score_functions import MOST_ELEMENTS, Extra
 from quire.spec import QUERY_DTYPES, AttentionSpec, dtype_names
 from quire.state import State
 
@@ -46,6 +47,7 @@ def check_attention(
     sinks: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     new: NewTokens | None = None,
+    extras: Any = (),
 ) -> None:
     """Raise unless the inputs of `attention` fit together; `new` is what is given of the step's new tokens."""
     try:
@@ -75,12 +77,13 @@ def check_attention(
             )
             and (_is_per_head(sinks, first) if spec.sinks else sinks is None)
             and (_is_per_head(alibi_slopes, first) if spec.alibi else alibi_slopes is None)
+            and (_are_extras(extras, spec, first.device) if spec.extras else extras == ())
             and not (first.requires_grad and torch.is_grad_enabled())
         )
     except (AttributeError, RuntimeError, TypeError, ValueError):
         fits = False
     if not fits:
-        _explain_attention(q, cache, plan, sinks, alibi_slopes)
+        _explain_attention(q, cache, plan, sinks, alibi_slopes, extras)
     if new is not None:
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         if new.rope is not None or new.qk_norm is not None:
@@ -132,7 +135,7 @@ def check_like(extra: Any, cache: PagedKVCache) -> None:
         )
 
 
-def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any) -> None:
+def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: Any, extras: Any) -> None:
     if not isinstance(getattr(plan, "spec", None), AttentionSpec):
         check_tensor("q", q[0] if isinstance(q, tuple) and len(q) == 2 else q, "pass the queries of all sequences")
         raise TypeError(f"plan must be a Plan, got {describe(plan)}; make it with `quire.plan`")
@@ -190,6 +193,7 @@ def _explain_attention(q: Any, cache: Any, plan: Any, sinks: Any, alibi_slopes: 
         )
     _check_per_head("sinks", sinks, spec.sinks, q)
     _check_per_head("alibi_slopes", alibi_slopes, spec.alibi, q)
+    _check_extras(extras, spec, q.device)
 
 
 def _explain_queries(name: str, q: Any, spec: AttentionSpec, width: int) -> torch.Tensor:
@@ -207,6 +211,37 @@ def _explain_queries(name: str, q: Any, spec: AttentionSpec, width: int) -> torc
         )
     check_no_gradient(name, q)
     return q
+
+
+def _are_extras(extras: Any, spec: AttentionSpec, device: torch.device) -> bool:
+    return len(extras) == len(spec.extras) and all(map(_is_extra, extras, spec.extras, [device] * len(extras)))
+
+
+def _is_extra(tensor: torch.Tensor, extra: Extra, device: torch.device) -> bool:
+    return (
+        tensor.dtype is extra.dtype
+        and tensor.device == device
+        and tensor.dim() == len(extra.shape)
+        and all(size == known or known is None for size, known in zip(tensor.shape, extra.shape, strict=True))
+        and 0 < tensor.numel() <= MOST_ELEMENTS
+        and tensor.is_contiguous()
+    )
+
+
+def _check_extras(extras: Any, spec: AttentionSpec, device: torch.device) -> None:
+    names = ", ".join(extra.name for extra in spec.extras) or "nothing"
+    if not isinstance(extras, list | tuple) or len(extras) != len(spec.extras):
+        got = len(extras) if isinstance(extras, list | tuple) else describe(extras)
+        raise ValueError(f"extras must be a tuple of {names}, as the spec's functions read, got {got}; pass each once")
+    for extra, tensor in zip(spec.extras, extras, strict=True):
+        check_tensor(f"extras: {extra.name}", tensor, "the spec's functions read it")
+        if not _is_extra(tensor, extra, device):
+            sizes = ", ".join("any" if size is None else str(size) for size in extra.shape)
+            raise ValueError(
+                f"extras: {extra.name} must be contiguous {extra.dtype} [{sizes}] on {device} with at least one and "
+                f"fewer than 2^31 numbers, got {describe(tensor)} with strides {tensor.stride()}; mend it, or declare "
+                "it otherwise"
+            )
 
 
 def _is_per_head(tensor: torch.Tensor | None, q: torch.Tensor) -> bool:

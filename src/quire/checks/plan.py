@@ -110,6 +110,10 @@ def check_per_token(spec: AttentionSpec, name: str) -> None:
             raise ValueError(
                 f"{window} must be left out where the batch has {name}, got {getattr(spec, window)}; {advice}"
             )
+    if name == "tree_bits" and spec.has_bounds:
+        raise UnsupportedError(
+            f"mask must have no bounds where the batch has tree_bits, got {spec.mask} with some; leave them out"
+        )
     if name == "tree_bits" and spec.alibi:
         raise UnsupportedError(
             "alibi must be False where the batch has tree_bits, got True; drafts that branch share positions"
@@ -128,6 +132,12 @@ def check_chosen(spec: AttentionSpec, chosen: ChosenKeys) -> None:
             "causal must be False where chosen has slots, which have no positions, got True; "
             "leave keys that are not seen out of the lists"
         )
+    for name in ("score", "mask"):
+        if getattr(spec, name) is not None:
+            raise UnsupportedError(
+                f"{name} must be None where the batch has chosen, got {getattr(spec, name)}; lists say which keys are "
+                "seen, and leave no positions to functions"
+            )
     if spec.alibi:
         raise UnsupportedError(
             "alibi must be False where the batch has chosen, got True; no model has both: leave out the slopes"

@@ -56,6 +56,12 @@ def check_shared_prefix(
         raise UnsupportedError(
             "shared_prefix must be left out for a spec with ALiBi, got one; queries of a group have different positions"
         )
+    for name in ("score", "mask"):
+        if getattr(spec, name) is not None:
+            raise UnsupportedError(
+                f"shared_prefix must be left out for a spec with a {name}, got {getattr(spec, name)}; queries of a "
+                "group have different positions"
+            )
     found = "keys without pages" if not batch.paged else "a flat one" if batch.cu_pages is not None else None
     found = "query_offsets" if found is None and batch.query_offsets is not None else found
     if found is not None:

@@ -90,7 +90,7 @@ class EmptyLaunches:
             seen |= {"key_begin": nothing} if request.has_tree else {"key_begin": nothing, "key_end": nothing}
         if request.chosen is not None:
             seen["chosen"] = empty_lists(request.chosen, nothing)
-        extra = {}
+        extra: dict[str, Any] = {}
         if request.extra_chosen is not None:
             seen["extra_chosen"] = empty_lists(request.extra_chosen, nothing)
             extra["extra_cache"] = self.extra_cache
@@ -104,6 +104,7 @@ class EmptyLaunches:
         slopes = torch.zeros(heads, dtype=dtype or torch.float32, device=device) if spec.alibi else None
         sinks = torch.zeros(heads, dtype=dtype or spec.dtype, device=device) if spec.sinks else None
         new = self.new_tokens(num_tokens) if self.append and plan.appender(cache) is not None else {}
+        extra["extras"] = tuple(torch.zeros(one.with_size(1), dtype=one.dtype, device=device) for one in spec.extras)
         attention(q, cache, plan, **new, sinks=sinks, alibi_slopes=slopes, out=into, out_scale=scale, **extra)
 
     def with_launches(self, planned: Iterable[Launch]) -> "EmptyLaunches":

@@ -18,6 +18,8 @@ from quire.cache import PagedKVCache
 from quire.chosen import entries_of
 from quire.debug.memory import DTYPES, Place, allocate
 from quire.errors import describe
+from quire.launch_codec import decode, encode
+from quire.score_functions import MOST_EXTRAS, Function
 from quire.spec import AttentionSpec
 
 FORMAT = 1
@@ -27,10 +29,11 @@ INDICES = (
 )
 LISTS = ("chosen", "chosen_lens")  # indices and lens of the batch's chosen keys, if it had them
 NEW = ("new_k", "new_v", "slot_mapping")  # k, v and slot_mapping of the call, if it had them
+EXTRAS = tuple(f"extra_{i}" for i in range(MOST_EXTRAS))  # of the spec's functions, in their order
 ROPE, QK_NORM = ("cos", "sin", "positions"), ("q_weight", "k_weight")  # of its rope and its qk_norm, if it had them
 NAMES = (
     *("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes"),
-    *(*NEW, *ROPE, *QK_NORM, *INDICES, *LISTS),
+    *(*NEW, *ROPE, *QK_NORM, *EXTRAS, *INDICES, *LISTS),
 )
 STORED = ("slot_mapping", "positions", *INDICES, *LISTS)  # with and without contents
 BOUNDS = ("max_query_len", "max_seq_len", "num_tokens")
@@ -153,7 +156,8 @@ def spec_to_json(spec: AttentionSpec) -> dict[str, Any]:
     """Return the fields of a spec as JSON has them."""
     values = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
     names = {value: name for name, value in DTYPES.items()}
-    return {name: names[value] if isinstance(value, torch.dtype) else value for name, value in values.items()}
+    values |= {name: names[value] for name, value in values.items() if isinstance(value, torch.dtype)}
+    return values | {name: encode(value) for name, value in values.items() if isinstance(value, Function)}
 
 
 def load(path: Path | str) -> Call:
@@ -200,6 +204,7 @@ def parse(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Call:
             values[field.name] = header[field.name]  # an older file lacks those that have a default
     spec = header["spec"]
     spec |= {name: DTYPES[value] for name, value in spec.items() if name.endswith("dtype")}
+    spec |= {name: decode(spec[name]) for name in ("score", "mask") if spec.get(name) is not None}
     values["spec"] = AttentionSpec(**spec)
     values["bounds"] = {name: header["bounds"][name] for name in BOUNDS}
     places = header["places"].items()
@@ -229,6 +234,8 @@ def check_tensors(call: Call) -> None:
         raise ValueError(f"it must describe chosen with chosen_lens, got {', '.join(call.places)}")
     if any(name in call.places for name in NEW) and not {"new_k", "slot_mapping"} <= call.places.keys():
         raise ValueError(f"it must describe new_k and slot_mapping, or no new tokens, got {', '.join(call.places)}")
+    if missing := set(EXTRAS[: len(call.spec.extras)]) - call.places.keys():
+        raise ValueError(f"it must describe {', '.join(sorted(missing))}, which the spec's functions read")
     for group in (ROPE, QK_NORM):
         if any(name in call.places for name in group) and not {*group, "new_k"} <= call.places.keys():
             raise ValueError(f"it must describe new_k, {', '.join(group)}, or none of these")

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from quire import api, errors
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks.attention import NewTokens, check_attention
-from quire.debug.call import INDICES, LISTS, NEW, QK_NORM, ROPE, STORED, Call, units_read
+from quire.debug.call import EXTRAS, INDICES, LISTS, NEW, QK_NORM, ROPE, STORED, Call, units_read
 from quire.debug.memory import describe, indexed
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
 from quire.errors import check_flag, check_integer
@@ -142,6 +142,7 @@ def save(
     qk_norm: QKNorm | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    extras: Sequence[torch.Tensor] = (),
     contents: bool = False,
 ) -> None:
     """Write the record of a call of `quire.attention` with these arguments, without making the call.
@@ -158,6 +159,7 @@ def save(
         qk_norm: as for `quire.attention`.
         sinks: as for `quire.attention`.
         alibi_slopes: as for `quire.attention`.
+        extras: as for `quire.attention`.
         contents: as for `record`.
 
     Raises:
@@ -168,8 +170,8 @@ def save(
     check_flag("contents", contents, "the numbers are large, and may be private")
     new = NewTokens(k, v, slot_mapping, rope, qk_norm)  # pyright: ignore[reportArgumentType]
     new = None if all(part is None for part in new) else new
-    check_attention(q, cache, plan, sinks, alibi_slopes, new)
-    call_of(contents, q, cache, plan, sinks, alibi_slopes, new).write(where)
+    check_attention(q, cache, plan, sinks, alibi_slopes, new, extras)
+    call_of(contents, q, cache, plan, sinks, alibi_slopes, new, extras).write(where)
 
 
 def check_path(path: Path | str) -> Path:
@@ -190,7 +192,14 @@ def check_path(path: Path | str) -> Path:
 
 
 def call_of(
-    contents: bool, q: Any, cache: PagedKVCache, plan: Plan, sinks: Any, alibi_slopes: Any, new: NewTokens | None = None
+    contents: bool,
+    q: Any,
+    cache: PagedKVCache,
+    plan: Plan,
+    sinks: Any,
+    alibi_slopes: Any,
+    new: NewTokens | None = None,
+    extras: Sequence[torch.Tensor] = (),
 ) -> Call:
     """Return the arguments of a call, described; `contents` is that of `record`, the others those of its checks."""
     if plan.batch.extra_chosen is not None:
@@ -204,7 +213,7 @@ def call_of(
     every |= {"sinks": sinks, "alibi_slopes": alibi_slopes} | {name: getattr(plan.batch, name) for name in INDICES}
     chosen = plan.batch.chosen
     lists = () if chosen is None else (chosen.indices, chosen.lens)
-    for names, some in ((LISTS, lists), (NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm)):
+    for names, some in ((LISTS, lists), (NEW, tokens), (ROPE, rope), (QK_NORM, qk_norm), (EXTRAS, extras)):
         every.update(zip(names, some or (), strict=False))  # numbers come after tensors
     tensors = {name: tensor.detach() for name, tensor in every.items() if tensor is not None}
     stored = {name: copied(tensors[name]) for name in STORED if name in tensors}

@@ -11,7 +11,7 @@ import torch
 from quire import reference
 from quire.api import attention, write_kv, write_latent
 from quire.checks.batch import check_reads, check_slots
-from quire.debug.call import STORED, Call, batch_of, cache_of, units_read
+from quire.debug.call import EXTRAS, STORED, Call, batch_of, cache_of, units_read
 from quire.debug.memory import DTYPES, allocate, sizes, write
 from quire.dispatch.device import device_properties, is_served_by_torch
 from quire.dispatch.request import Bounds, Request
@@ -190,7 +190,9 @@ def rebuild(
         new["rope"] = Rope(tensors["cos"], tensors["sin"], tensors["positions"], call.interleaved)
     if "q_weight" in tensors:
         new["qk_norm"] = QKNorm(tensors["q_weight"], tensors["k_weight"], call.eps)
-    return Problem(call.spec, batch, cache, q, query_lens, tuple(batch.seq_lens.tolist()), *tables), pair, new
+    lens = query_lens, tuple(batch.seq_lens.tolist())
+    extras = tuple(tensors[name] for name in EXTRAS[: len(call.spec.extras)])
+    return Problem(call.spec, batch, cache, q, *lens, *tables, extras=extras), pair, new
 
 
 def check_new_slots(problem: Problem, new: dict[str, Any]) -> None:
@@ -259,7 +261,7 @@ def poison_slots(problem: Problem, call: Call, new: dict[str, Any]) -> None:
     cache = problem.cache
     if not call.paged or cache.is_expanded:
         return
-    owned = owned_slots(problem.batch, cache, call.spec)
+    owned = owned_slots(problem.batch, cache, call.spec, problem.extras)
     if new:
         owned.view(-1)[new["slot_mapping"][new["slot_mapping"] >= 0]] = False
     is_read = torch.zeros(cache.num_pages, dtype=torch.bool, device=cache.device)

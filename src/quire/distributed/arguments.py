@@ -105,6 +105,11 @@ def check_spec(name: str, spec: Any) -> None:
             )
     if spec.alibi:
         raise quire.UnsupportedError(f"{name} must have no ALiBi over ranks, got one; a rank does not know positions")
+    for field in ("score", "mask"):
+        if getattr(spec, field) is not None:
+            raise quire.UnsupportedError(
+                f"{name} must have no {field} over ranks, got {getattr(spec, field)}; a rank does not know positions"
+            )
     if spec.sinks:
         raise quire.UnsupportedError(
             f"{name} must have sinks=False over ranks, got True; pass the sinks here, where they count once"

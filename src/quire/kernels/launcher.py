@@ -56,6 +56,12 @@ SCALARS = frozenset(
         "extra_lens",
     )
 )  # fmt: skip
+
+
+class Plain(int):
+    """A number that decides nothing about what is compiled: neither 1 nor a multiple of 16."""
+
+
 LAUNCHED: set[str] = set()  # names of all kernels that this process has launched, or was about to
 SHARED: dict[Hashable, "CompiledLaunch"] = {}  # launches of all plans, by what Triton compiles for
 MOST_LAUNCHES = 1024  # that a cache keeps
@@ -229,6 +235,8 @@ def addresses_and_kinds(parts: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[H
             kinds.append(part)
         elif kind is float:
             addresses.append(part)
+        elif kind is Plain:
+            addresses.append(int(part))
         else:
             at = part.data_ptr()
             addresses.append(at)
@@ -316,6 +324,8 @@ def without_alignment(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...
     def asked(name: str, value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(asked, value._fields, value))  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, tuple) and name == "extras":
+            return tuple(Unaligned(part) if isinstance(part, torch.Tensor) else part for part in value)
         if isinstance(value, torch.Tensor) and (name in SCALARS or value.numel() == 1):
             return Unaligned(value)
         return value

@@ -30,6 +30,11 @@ def tanh(x):
 
 
 @triton.jit
+def scaled(scores, scale, q_pos, kv_pos, slopes, cap):
+    return scores * scale
+
+
+@triton.jit
 def softcap_in_float32(scores, scale, q_pos, kv_pos, slopes, cap):
     return cap * tanh(scores * scale / cap)
 
@@ -183,7 +188,7 @@ SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 def score_mod(spec: AttentionSpec) -> Any:
     """Return the score mod of a spec, or None."""
     if spec.softcap is None:
-        return SCORE_MODS[None, spec.alibi]
+        return SCORE_MODS[None, spec.alibi] or (scaled if spec.score is not None else None)
     is_exact = spec.dtype.itemsize > 2 or spec.softcap > LARGEST_CAP
     return SCORE_MODS["float32" if is_exact else "16 bits", spec.alibi]
 

@@ -41,6 +41,7 @@ class Tiling(NamedTuple):
     MOST: Any  # stored elements of a panel of a head; 0 for any number
     ROTARY_DIM: Any  # columns of a head that are rotated; None without rotation and norm
     INTERLEAVED: Any  # pairs of them are (2i, 2i + 1)
+    FUNCTION: Any  # jit function of users' functions on scores and masks (`user_mods.py`), or None
 
 
 class Scoring(NamedTuple):
@@ -81,6 +82,7 @@ class Inputs(NamedTuple):
     cache: Any  # views.CacheTensors
     new: Any  # views.NewTokens, or None
     norm_rope: Any  # views.NormRope, or None
+    extras: Any  # what FUNCTION reads, from `user_mods.passed`, or None
     kv: Any  # views.KVLayout
     cu_seqlens_q: Any  # [num_seqs + 1] int32, or None
     stride_table: Any
@@ -107,6 +109,7 @@ class RowBlock(NamedTuple):
     sight: Any
     slopes: Any  # ALiBi slope of each row, or None
     keys: Any
+    seq: Any  # the sequence
 
 
 @triton.jit
@@ -145,6 +148,18 @@ def load_intervals(kv, rows, first_pos, seq_len):
     else:
         end = tl.zeros_like(rows.q_pos) + tl.minimum(first_pos, seq_len)
     return begin, end
+
+
+@triton.jit
+def within_bounds(sight, rows, seq, seq_len, inputs, BOUNDS: tl.constexpr):
+    """Return what rows see of the keys between a mask's bounds: an interval of those that they see else."""
+    begin, end = BOUNDS(rows.q_pos, seq, inputs.extras)
+    if sight.begin is None:
+        begin = tl.maximum(begin, tl.maximum(rows.q_pos - inputs.scoring.window_left, 0))
+        end = tl.minimum(end, tl.minimum(rows.q_pos + inputs.scoring.window_right + 1, seq_len))
+    else:
+        begin, end = tl.maximum(begin, sight.begin), tl.minimum(end, sight.end)
+    return Sight(begin, end, None, sight.first_draft)
 
 
 @triton.jit
@@ -309,7 +324,7 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
     """
-    q, rows, sight, slopes, keys = block
+    q, rows, sight, slopes, keys, seq = block
     cache, kv, kv_head, scoring = inputs.cache, inputs.kv, inputs.kv_head, inputs.scoring
     kv_pos = pos + tl.arange(0, T.BLOCK_N)
     keep = (kv_pos >= keys.start) & (kv_pos < keys.stop)  # 0 * NaN is NaN
@@ -355,6 +370,8 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
             v, v_scale = scaled, None
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
+    if T.FUNCTION is not None:
+        scores = T.FUNCTION(scores, rows.q_pos, kv_pos, rows.head, inputs.kv_head, seq, inputs.extras)
     if MASKED:
         visible = keep[None, :]
         if sight.begin is not None:

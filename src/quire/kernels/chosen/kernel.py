@@ -266,7 +266,7 @@ def attend_rows_of_latents(acc, m_i, l_i, q, q_pe, latents, kv, at, scoring, T: 
     page = (at // T.PAGE_SIZE).to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot = slot.to(tl.int64)
-    return fold_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, 0, keep, None, None, None, scoring, T)
+    return fold_latents(acc, m_i, l_i, q, q_pe, latents, kv, page, slot, 0, keep, None, None, None, scoring, None, T)
 
 
 @triton.jit
@@ -321,6 +321,7 @@ def chosen_kernel(
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, False, TOKEN_SCALES, INPUT_PRECISION, False, STRIDE_UNIT, False, 0, None, 0, None, False,
+        None,
     )  # fmt: skip
     N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
     token, split, kv_head, block = program_of(num_splits, NUM_KV_HEADS, GROUP, BLOCK_M)
@@ -337,8 +338,9 @@ def chosen_kernel(
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     inputs = Inputs(
-        q_ptr, stride_q_token, stride_q_head, None, cache, None, None, kv, cu_seqlens_q, stride_table, kv_head, scoring
-    )
+        q_ptr, stride_q_token, stride_q_head, None, cache, None, None, None, kv, cu_seqlens_q, stride_table, kv_head,
+        scoring,
+    )  # fmt: skip
     q = load_queries(inputs, rows, T)
     acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1, T.MOST)
     for tile in tl.range(start, stop):
@@ -395,7 +397,7 @@ def chosen_latents_kernel(
         gdc_wait()
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False,
+        DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False, None,
     )  # fmt: skip
     N: tl.constexpr = Naming(BLOCK_N, PAGE_SIZE, BLOCK_SIZE, ARE_SLOTS)
     token, split, kv_head, block = program_of(num_splits, 1, NUM_Q_HEADS, BLOCK_M)
@@ -433,7 +435,7 @@ def chosen_latents_kernel(
     if EXTRA_SIZE > 0:
         E: tl.constexpr = LatentTiling(
             BLOCK_N, EXTRA_PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, EXTRA_C_SLOT, EXTRA_ROPE_SLOT, WIDE_OFFSETS,
-            SCORE_MOD, DECODE, DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False,
+            SCORE_MOD, DECODE, DECODE_ROPE, False, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, False, None,
         )  # fmt: skip
         M: tl.constexpr = Naming(BLOCK_N, EXTRA_PAGE_SIZE, EXTRA_SIZE, True)
         more = Lists(extra_indices, extra_lens, extra_width, extra_list, 0, extra_lens_token, 0)

@@ -16,6 +16,7 @@ from quire.intervals import locate
 from quire.kernels.cpu.cache_ops import store_out
 from quire.kernels.cpu.softmax import softmax_and_lse
 from quire.kernels.formats import as_bytes
+from quire.score_functions import Scene, apply, bounds_of
 from quire.spec import QUANTISED_DTYPES, AttentionSpec
 
 LONGEST_GROUPED = 16  # queries; padding the keys of longer prompts would cost more than a call for each
@@ -35,6 +36,7 @@ def attend(
     out_scale: torch.Tensor | None = None,
     extra_cache: PagedKVCache | None = None,
     *,
+    extras: tuple[torch.Tensor, ...] | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
 ) -> None:
@@ -51,6 +53,7 @@ def attend(
         alibi_slopes: [num_q_heads], where the spec has ALiBi.
         out_scale: [1] float32 where out is float8_e4m3fn, or None.
         extra_cache: where the keys of the batch's `extra_chosen` are.
+        extras: the tensors of `spec.extras`.
         max_query_len: the plan's bound on queries per sequence; None to leave it unchecked.
         max_seq_len: the plan's bound on keys per sequence; None to leave it unchecked.
 
@@ -66,6 +69,7 @@ def attend(
             check_chosen(extra, extra_cache, causal=False, argument="extra_chosen")
         attend_chosen(q, cache, spec, batch, batch.chosen, out, lse, sinks, out_scale, extra_cache)
         return
+    tables = {extra.name: tensor for extra, tensor in zip(spec.extras, extras or (), strict=True)}
     starts = batch.query_starts.tolist()
     groups: dict[tuple[int, int], list[int]] = {}
     for seq in range(batch.num_seqs):
@@ -77,7 +81,7 @@ def attend(
         rows = batch.query_starts[seqs].long()[:, None] + torch.arange(q_len, device=q.device)  # [num_seqs, q_len]
         exact = out_scale is not None  # results are rounded once
         group_out, group_lse = attend_group(
-            q[rows], cache, spec, batch, seqs, sinks, alibi_slopes, lse is not None, exact
+            q[rows], cache, spec, batch, seqs, sinks, alibi_slopes, lse is not None, exact, tables
         )
         store_out(out, rows, group_out, out_scale)
         if lse is not None and group_lse is not None:
@@ -143,6 +147,7 @@ def attend_group(
     alibi_slopes: torch.Tensor | None,
     want_lse: bool,
     exact: bool,
+    tables: dict[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend for sequences with equal query lengths.
 
@@ -156,17 +161,19 @@ def attend_group(
         alibi_slopes: [num_q_heads] or None.
         want_lse: whether the caller needs the lse.
         exact: compute out in float32 whatever the dtype is.
+        tables: what the spec's functions read, by name.
 
     Returns:
         out [num_seqs, q_len, num_q_heads, head_dim_v], and lse [num_seqs, q_len, num_q_heads] float32 or None.
     """
     q_len, num_q_heads = q.shape[1:3]
-    q_pos, kv_pos, visible = visible_keys(spec, batch, seqs, q_len)
+    q_pos, kv_pos, visible = visible_keys(spec, batch, seqs, q_len, tables)
     k, v = gather(cache, batch, seqs, kv_pos, visible.any(1))
     q, k, v, mask = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible[:, None]
 
     # `scaled_dot_product_attention` copies keys for each query head, of which latents have many.
-    if not (spec.latent or want_lse or spec.sinks or spec.alibi or spec.softcap is not None or mask.shape[-1] == 0):
+    is_plain = not (spec.latent or spec.sinks or spec.alibi or spec.softcap is not None or spec.score or spec.mask)
+    if is_plain and not want_lse and mask.shape[-1]:
         # Dequantised numbers may be too small for float16: a quantised cache is computed in float32.
         dtype = torch.float32 if exact or cache.dtype in QUANTISED_DTYPES else q.dtype
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -183,6 +190,11 @@ def attend_group(
     if alibi_slopes is not None:
         distance = (q_pos[..., None] - kv_pos).abs()[:, None, None]
         scores = scores - alibi_slopes.float().view(*grouped, 1, 1) * distance
+    if spec.score is not None or spec.mask is not None:
+        heads = torch.arange(num_q_heads, device=q.device).view(*grouped, 1, 1)
+        of_seqs = (seqs.view(-1, 1, 1, 1, 1), tables)
+        scene = Scene(q_pos[:, None, None, :, None], kv_pos, heads, heads[:, :1] // grouped[1], *of_seqs)
+        scores = apply(spec.score, spec.mask, scores, scene)
     scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
     if sinks is not None:  # a sink is one more key, whose value is 0
         sink = sinks.float().view(*grouped, 1, 1).expand(*scores.shape[:-1], 1)
@@ -193,7 +205,7 @@ def attend_group(
 
 
 def visible_keys(
-    spec: AttentionSpec, batch: Batch, seqs: torch.Tensor, q_len: int
+    spec: AttentionSpec, batch: Batch, seqs: torch.Tensor, q_len: int, tables: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what sequences of `q_len` queries each see.
 
@@ -210,6 +222,8 @@ def visible_keys(
     if batch.max_tokens is not None:
         begin = torch.zeros_like(q_pos) if batch.key_begin is None else batch.key_begin[token].long()
         end = first.expand_as(q_pos) if batch.key_end is None else batch.key_end[token].long()
+    if (bounds := bounds_of(spec.mask, q_pos, seqs[:, None], tables)) is not None:
+        begin, end = torch.maximum(begin, bounds[0]), torch.minimum(end, bounds[1])
     begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)
     sees = begin < end
     begins, ends = begin[sees], end[sees]

@@ -62,6 +62,7 @@ class TorchLaunch:
             alibi_slopes: torch.Tensor | None,
             out_scale: torch.Tensor | None = None,
             extra_cache: PagedKVCache | None = None,
+            extras: tuple[torch.Tensor, ...] | None = None,
         ) -> None:
             attend(
                 q,
@@ -74,6 +75,7 @@ class TorchLaunch:
                 alibi_slopes,
                 out_scale,
                 extra_cache,
+                extras=extras,
                 max_query_len=bounds.max_query_len,
                 max_seq_len=bounds.max_seq_len,
             )

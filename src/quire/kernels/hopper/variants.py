@@ -82,6 +82,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
         return "draft trees"
     if request.chosen is not None:
         return "chosen keys"
+    if spec.score is not None or spec.mask is not None:
+        return "a function on scores or masks"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"
     if options.batch_invariant and request.has_intervals:

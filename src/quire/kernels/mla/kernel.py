@@ -57,11 +57,20 @@ class LatentTiling(NamedTuple):
     POWERS: Any  # of two, in ue8m0, by which a part in c is scaled, an equal share of its columns each; 0 for none
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
+    FUNCTION: Any  # jit function of users' functions on scores and masks (`user_mods.py`), or None
+
+
+class Place(NamedTuple):
+    """What FUNCTION takes of rows besides positions."""
+
+    head: Any  # query head of each row
+    seq: Any
+    extras: Any  # from `user_mods.passed`
 
 
 @triton.jit
 def attend_latents(
-    acc, m_i, l_i, q, q_pe, latents, kv, page, pos, rows, slopes, kv_start, kv_stop, scoring, T: tl.constexpr
+    acc, m_i, l_i, q, q_pe, latents, kv, page, pos, rows, slopes, kv_start, kv_stop, scoring, place, T: tl.constexpr
 ):
     """Fold the tile of latents that begins at position `pos` into the state.
 
@@ -78,6 +87,7 @@ def attend_latents(
         kv_start, kv_stop: the keys that any row of the sequence sees. Others may be in freed pages and hold NaN: they
             must not be read.
         scoring: Scoring.
+        place: Place, or None.
         T: LatentTiling.
     """
     kv_pos = pos + tl.arange(0, T.BLOCK_N)
@@ -95,13 +105,29 @@ def attend_latents(
             slot = slot.to(tl.int64)
         before = 0
     return fold_latents(
-        acc, m_i, l_i, q, q_pe, latents, kv, page, slot, before, keep, rows.q_pos, kv_pos, slopes, scoring, T
+        acc, m_i, l_i, q, q_pe, latents, kv, page, slot, before, keep, rows.q_pos, kv_pos, slopes, scoring, place, T
     )
 
 
 @triton.jit
 def fold_latents(
-    acc, m_i, l_i, q, q_pe, latents, kv, page, slot, before, keep, q_pos, kv_pos, slopes, scoring, T: tl.constexpr
+    acc,
+    m_i,
+    l_i,
+    q,
+    q_pe,
+    latents,
+    kv,
+    page,
+    slot,
+    before,
+    keep,
+    q_pos,
+    kv_pos,
+    slopes,
+    scoring,
+    place,
+    T: tl.constexpr,
 ):
     """Fold a tile of latents, anywhere in memory, into the state.
 
@@ -119,6 +145,7 @@ def fold_latents(
         kv_pos: [BLOCK_N], the position of each key.
         slopes: ALiBi slope of each row, or None.
         scoring: Scoring.
+        place: Place, or None.
         T: LatentTiling.
     """
     c_rows = tl.expand_dims(latents.c + (page * kv.c_page + before * T.C_SLOT) + slot * T.C_SLOT, 1)
@@ -177,6 +204,8 @@ def fold_latents(
             parts = parts + (r,)
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
+    if T.FUNCTION is not None:
+        scores = T.FUNCTION(scores, q_pos, kv_pos, place.head, 0, place.seq, place.extras)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
@@ -304,6 +333,7 @@ def mla_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     latents,  # views.LatentTensors
+    extras,  # of FUNCTION, from `user_mods.passed`, or None
     is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.LatentLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
@@ -325,6 +355,8 @@ def mla_kernel(
     TWO_LEVEL: tl.constexpr,  # many partials are combined in two levels
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr,  # of CostModel
     COMBINE_ROOM: tl.constexpr,  # of Partial
+    FUNCTION: tl.constexpr,  # of LatentTiling
+    BOUNDS: tl.constexpr,  # jit function of a mask's bounds, or None
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         if is_found_now:  # by the launch before this one, for which `load_part` has to wait
@@ -332,7 +364,7 @@ def mla_kernel(
     UNIT: tl.constexpr = BLOCK_N if FIXED_SPLIT == 0 else FIXED_SPLIT
     T: tl.constexpr = LatentTiling(
         BLOCK_N, PAGE_SIZE, RANK, ROPE, BLOCK_C, BLOCK_R, C_SLOT, ROPE_SLOT, WIDE_OFFSETS, SCORE_MOD, DECODE,
-        DECODE_ROPE, PACKED_FP8, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, PER_ROW_MASK,
+        DECODE_ROPE, PACKED_FP8, PARTS, CODED, SCALED, POWERS, INPUT_PRECISION, PER_ROW_MASK, FUNCTION,
     )  # fmt: skip
     U: tl.constexpr = Units(NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS, UNIT, 0)
     # Partials are combined a group of columns at a time, as many partials in a round as the registers hold. In two
@@ -379,6 +411,16 @@ def mla_kernel(
             start = tl.maximum(start, tl.maximum(low_pos - window_left, 0) // BLOCK_N)
             stop = tl.minimum(stop, tl.cdiv(tl.maximum(high_pos + window_right + 1, 0), BLOCK_N))
             stop = tl.where(first_row < num_rows, stop, start)
+        last_key = kv_stop
+        if BOUNDS is not None:  # FUNCTION hides the others of these keys from each row
+            bounded = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
+            begin, end = BOUNDS(bounded.q_pos, seq, extras)
+            kv_start = tl.maximum(kv_start, tl.min(tl.where(bounded.owned, begin, 2147483647), 0))
+            kv_stop = tl.maximum(tl.minimum(kv_stop, tl.max(tl.where(bounded.owned, end, 0), 0)), 0)
+            kv_start = tl.minimum(kv_start, kv_stop)
+            if FIXED_SPLIT == 0:  # splits without keys have states too
+                start = tl.maximum(start, kv_start // BLOCK_N)
+                stop = tl.minimum(stop, tl.cdiv(kv_stop, BLOCK_N))
         table = table_row(kv, seq, stride_table)
         # This load is in flight while the queries are loaded.
         page = find_pages(table, start * UNIT, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
@@ -394,6 +436,7 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
+        place = Place(rows.head, seq, extras)
         following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)
@@ -401,7 +444,7 @@ def mla_kernel(
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 acc, m_i, l_i = attend_latents(
                     acc, m_i, l_i, q, q_pe, latents, kv, page, tile * BLOCK_N, rows, slopes, kv_start, kv_stop,
-                    scoring, T,
+                    scoring, place, T,
                 )  # fmt: skip
                 page = next_page
             acc, m_i, l_i = join_parts(acc, m_i, l_i, BLOCK_M, T)
@@ -410,7 +453,7 @@ def mla_kernel(
             # Each split has a state. States are added in key order, here or by the program that combines, so the sum is
             # the same.
             TILES: tl.constexpr = FIXED_SPLIT // BLOCK_N
-            last = tl.minimum(stop * TILES, tl.cdiv(kv_stop, BLOCK_N)) - 1
+            last = tl.minimum(stop * TILES, tl.cdiv(last_key, BLOCK_N)) - 1
             acc, m_i, l_i = join_parts(*empty_parts(BLOCK_M, T), BLOCK_M, T)
             l_i += poison
             split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
@@ -418,7 +461,7 @@ def mla_kernel(
                 next_page = find_pages(table, (tile + 1) * BLOCK_N, kv_start, kv_stop, PAGE_SIZE, BLOCK_N)
                 split_acc, split_m, split_l = attend_latents(
                     split_acc, split_m, split_l, q, q_pe, latents, kv, page, tile * BLOCK_N, rows, slopes, kv_start,
-                    kv_stop, scoring, T,
+                    kv_stop, scoring, place, T,
                 )  # fmt: skip
                 page = next_page
                 if ((tile + 1) % TILES == 0) | (tile == last):

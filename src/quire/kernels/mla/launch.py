@@ -11,7 +11,7 @@ from quire.dispatch.config import padded, power_of_two
 from quire.dispatch.request import cdiv
 from quire.kernels.launch import constexprs_of
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.portable.runner import FOUND_NOW, KernelRunner
+from quire.kernels.portable.runner import FOUND_NOW, KernelRunner, numbers_in
 
 if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
     from quire.kernels.launcher import Arguments
@@ -96,6 +96,8 @@ class MLALaunch(PortableLaunch):
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
+        from quire.kernels import user_mods  # here, since it imports Triton, which a plan for the CPU must not need
+
         spec, config = self.request.spec, self.config
         rope = spec.qk_rope_head_dim
         drop = (
@@ -106,7 +108,7 @@ class MLALaunch(PortableLaunch):
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
             "BLOCK_R": padded(rope), "ROW_BLOCKS": self.row_blocks, "MULTI_BAND": self.multi_block,
-            "COMBINE_ROOM": 4096 * config.num_warps,
+            "COMBINE_ROOM": 4096 * config.num_warps, "FUNCTION": user_mods.function_of(spec, with_bounds=True),
         }  # fmt: skip
 
     def column_parts(self, packed: bool) -> int:
@@ -146,6 +148,7 @@ class MLARunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
+        extras: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         q_nope, q_pe = q
         if q_nope.shape[0] != self.num_tokens:
@@ -153,7 +156,8 @@ class MLARunner(KernelRunner):
         if self.grid[0] == 0:
             return
         found = self.find_schedule(self.decided.fixed_split_size or self.decided.config.block_n)
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, found
+        read = None if extras is None else self.passed(extras)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, read, found
         self.kernel(self.grid, tensors, None, self.arguments)
 
     def arguments(
@@ -166,6 +170,7 @@ class MLARunner(KernelRunner):
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         cache: PagedKVCache,
+        extras: tuple[Any, ...] | None,
         is_found_now: int,
     ) -> "Arguments":
         """Return the kernel's arguments."""
@@ -199,7 +204,8 @@ class MLARunner(KernelRunner):
         )
         out = views.output_tensor(out, device.native_fp8)
         is_found_now = FOUND_NOW  # to wait is never wrong, and Triton's binder is asked for one number alone
-        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, is_found_now
+        extras = numbers_in(extras)
+        tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, latents, extras, is_found_now
         return Arguments(tensors, (views.latent_layout(cache, batch, latents), *self.fixed, *strides), meta)
 
 

@@ -36,6 +36,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
         return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
+    if spec.score is not None or spec.mask is not None:
+        return "a function on scores or masks"
     if request.has_flat_table:
         return "flat page tables, which shared prefixes of unequal lengths have too"
     if not request.device.has_wgmma:

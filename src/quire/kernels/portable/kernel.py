@@ -55,6 +55,7 @@ from quire.kernels.primitives import (
     load_queries,
     pages_of_tile,
     table_row,
+    within_bounds,
     write_new,
 )
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
@@ -68,6 +69,7 @@ class Form(NamedTuple):
     FULL_TILE_LOOP_MIN_TILES: Any  # of CostModel, where there are partitions
     FIXED_SPLIT: Any  # keys of a split, a multiple of BLOCK_N; 0 where the keys are not split
     SUMS: Any  # of each row, as `empty_state` has them
+    BOUNDS: Any  # jit function of a mask's bounds, or None
 
 
 class Share(NamedTuple):
@@ -136,6 +138,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         if kv.tree_bits is not None:
             bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
         sight = Sight(*load_intervals(kv, rows, first_pos, seq_len), bits, first_pos)
+    if F.BOUNDS is not None:
+        sight = within_bounds(sight, rows, seq, seq_len, inputs, F.BOUNDS)
     kv_start, kv_stop, full_from, full_to = keys_of_rows(
         rows, sight, first_row, first_pos, q_len, seq_len, inputs.scoring, T.GROUP
     )
@@ -173,7 +177,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         if not F.PARTITIONED or stop * T.BLOCK_N > first_pos:  # this program reads new keys, so it writes them first
             write_new(inputs, q_start, q_len, T)
             tl.debug_barrier()
-    block = RowBlock(q, rows, sight, slopes, keys)
+    block = RowBlock(q, rows, sight, slopes, keys, seq)
     following, poison = sequence, 0.0
     if F.PARTITIONED:
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
@@ -233,6 +237,7 @@ def portable_kernel(
     cache,  # views.CacheTensors
     new,  # views.NewTokens, or None
     norm_rope,  # views.NormRope, or None
+    extras,  # of FUNCTION, from `user_mods.passed`, or None
     is_found_now,  # whether the launch before this one finds the schedule, as a number; None without partitions
     kv,  # views.KVLayout
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
@@ -250,8 +255,8 @@ def portable_kernel(
     WGMMA: tl.constexpr,  # of 64 rows and more, the compiler makes wgmma
     OWN_ROWS: tl.constexpr,  # it makes mma.sync, and each warp has rows of its own
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    FIXED_SPLIT: tl.constexpr,  # of Form
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr, BOUNDS: tl.constexpr,  # of Form
     MIN_QUERIES: tl.constexpr,  # of Units
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows of a partial that are stored
@@ -267,14 +272,14 @@ def portable_kernel(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
-        ROTARY_DIM, INTERLEAVED,
+        ROTARY_DIM, INTERLEAVED, FUNCTION,
     )  # fmt: skip
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.
     COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
-        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS,
+        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS,
     )  # fmt: skip
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -289,8 +294,8 @@ def portable_kernel(
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     inputs = Inputs(
-        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, kv, cu_seqlens_q, stride_table,
-        kv_head, scoring,
+        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, extras, kv, cu_seqlens_q,
+        stride_table, kv_head, scoring,
     )  # fmt: skip
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)

@@ -258,7 +258,7 @@ class PortableLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
-        from quire.kernels import mods  # here, since it imports Triton, which a plan for the CPU must not need
+        from quire.kernels import mods, user_mods  # here, since they import Triton, which the CPU must not need
 
         spec, config, device = self.request.spec, self.config, self.request.device
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
@@ -267,7 +267,8 @@ class PortableLaunch:
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
-            "SCORE_MOD": mods.score_mod(spec),
+            "SCORE_MOD": mods.score_mod(spec), "FUNCTION": user_mods.function_of(spec),
+            "BOUNDS": user_mods.bounds_of(spec),
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,

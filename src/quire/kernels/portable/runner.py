@@ -57,6 +57,12 @@ class KernelRunner:
             self.place(scheduler)
         return FOUND_NOW if is_new else 0
 
+    def passed(self, extras: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return what the kernel gets for the tensors that the spec's functions read."""
+        from quire.kernels.user_mods import passed
+
+        return passed(self.decided.request.spec.extras, extras)
+
     def place(self, scheduler: "Scheduler") -> None:
         """Let launches read the schedule where it is now."""
         self.placed = scheduler.tensors
@@ -65,6 +71,11 @@ class KernelRunner:
         parts, cuts = scheduler.tensors
         self.fixed = starts, scratch._replace(parts=parts, cuts=cuts), *numbers
         self.kernel.compiled.clear()  # whose arguments have the former place
+
+
+def numbers_in(extras: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """Return extras as Triton's binder takes them, which asks for the class of a number."""
+    return None if extras is None else tuple(int(part) if isinstance(part, int) else part for part in extras)
 
 
 class PortableRunner(KernelRunner):
@@ -118,10 +129,11 @@ class PortableRunner(KernelRunner):
         out_scale: torch.Tensor | None = None,
         new: views.NewTokens | None = None,
         norm_rope: tuple[views.NormRope, views.Rotation] | None = None,
+        extras: tuple[Any, ...] | None = None,
     ) -> None:
         runner = self.runner_for(cache)
         if runner is not self:
-            runner(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+            runner(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
             return
         if q.shape[0] != self.num_tokens:
             self.set_grid(q.shape[0])
@@ -132,14 +144,15 @@ class PortableRunner(KernelRunner):
             self.decode.prepare(cache)
         rotated, rotation = norm_rope or (None, None)
         arguments = self.arguments if rotation is None else partial(self.arguments, rotation=rotation)
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new, rotated, found
+        read = None if extras is None else self.passed(extras)
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new, rotated, read, found
         self.kernel(self.grid, tensors, rotation, arguments)
         if self.combine is not None:
             v_scale = None if cache.scale_kind == "token" else cache.v_scale
             tensors = out, out_scale, lse, sinks, v_scale
             self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
         if self.decode is not None:
-            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -164,7 +177,8 @@ class PortableRunner(KernelRunner):
         """Whether `append` serves some cache."""
         request = self.decided.request
         # Elsewhere the new keys need not be among those that the queries see.
-        at_the_end = self.batch.query_offsets is None and (request.has_tree or not request.has_intervals)
+        has_ends = (request.has_intervals and not request.has_tree) or request.spec.has_bounds
+        at_the_end = self.batch.query_offsets is None and not has_ends
         return at_the_end and request.has_few_new_tokens
 
     def append(
@@ -181,11 +195,12 @@ class PortableRunner(KernelRunner):
         rope: Rope | None,
         qk_norm: QKNorm | None,
         out_scale: torch.Tensor | None = None,
+        extras: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         """Normalise and rotate queries and keys, write keys and values into their slots and attend, in one launch."""
         new = views.NewTokens(k, v, slot_mapping, *k.stride()[:2], *v.stride()[:2])
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
-        self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope)
+        self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
 
     def block_n(self, cache: PagedKVCache) -> int:
         """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
@@ -207,6 +222,7 @@ class PortableRunner(KernelRunner):
         cache: PagedKVCache,
         new: views.NewTokens | None,
         norm_rope: views.NormRope | None,
+        extras: tuple[Any, ...] | None,
         is_found_now: int | None,
         rotation: views.Rotation = views.NO_NORM_ROPE,
     ) -> "Arguments":
@@ -246,7 +262,8 @@ class PortableRunner(KernelRunner):
         out = views.output_tensor(out, device.native_fp8)
         if is_found_now is not None:
             is_found_now = FOUND_NOW  # to wait is never wrong, and Triton's binder is asked for one number alone
-        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, is_found_now
+        extras = numbers_in(extras)
+        tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, extras, is_found_now
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)
 
     def combine_arguments(

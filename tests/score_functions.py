@@ -1,0 +1,83 @@
+"""Functions on scores and masks that several tests use."""
+
+import math
+
+import torch
+
+import quire
+
+CAP, WIDTH = 2.0, 9
+
+
+@quire.score
+def softcap(score):
+    return CAP * torch.tanh(score / CAP)
+
+
+@quire.score(extras={"slopes": ("num_q_heads",)})
+def alibi(score, q_pos, kv_pos, q_head, slopes):
+    return score - slopes[q_head] * abs(q_pos - kv_pos)
+
+
+@quire.score(extras={"bias": ("num_q_heads", None)})
+def relative(score, q_pos, kv_pos, q_head, bias):
+    """A bias by the distance, which is that of the last entry from there on."""
+    return score + bias[q_head, q_pos - kv_pos]
+
+
+@quire.score(extras={"table": (32, "num_q_heads")})
+def t5(score, q_pos, kv_pos, q_head, table):
+    """T5's buckets: one for each distance below 16, then wider ones up to 128."""
+    distance = torch.maximum(q_pos - kv_pos, 0)
+    large = 16 + int(torch.log(torch.maximum(distance, 1) / 16) / math.log(128 / 16) * 16)
+    bucket = torch.where(distance < 16, distance, torch.minimum(large, 31))
+    return score + table[bucket, q_head]
+
+
+@quire.score(extras={"temperature": (torch.float16, "num_kv_heads"), "by_seq": (None,)})
+def tempered(score, kv_head, seq, temperature, by_seq):
+    scale = 0.5 + abs(temperature[kv_head])
+    return score * scale + by_seq[seq]
+
+
+@quire.score(extras={"kind": (torch.int32, None, None)})
+def hiding(score, q_pos, kv_pos, q_head, seq, kind):
+    """Scores of -inf hide keys: of some rows all, and of some sequences."""
+    group = (kv_pos - q_pos) // 3 % 2 + q_head
+    hidden = (kind[seq, kv_pos] == 0) | (group % 4 == 3)
+    return torch.where(hidden, -math.inf, score)
+
+
+@quire.mask(extras={"document": (torch.int32, None)})
+def same_document(q_pos, kv_pos, document):
+    return document[q_pos // 4] == document[kv_pos // 4]
+
+
+@quire.mask(bounds=lambda q_pos: (q_pos - WIDTH * 2, q_pos - 1))
+def dilated(q_pos, kv_pos, q_head):
+    return (q_pos - kv_pos) % 2 == q_head & 1
+
+
+@quire.mask(extras={"first": (torch.int32, None)}, bounds=lambda seq, q_pos, first: (first[seq] * 20, q_pos + 3))
+def from_first(q_pos, kv_pos, first, seq):
+    return kv_pos >= first[seq] * 20
+
+
+@quire.mask(extras={"dense": (torch.bool, None, None)})
+def custom(q_pos, kv_pos, dense):
+    return dense[q_pos, kv_pos]
+
+
+FUNCTIONS = {
+    "softcap": {"score": softcap},
+    "ALiBi": {"score": alibi},
+    "relative bias": {"score": relative},
+    "T5": {"score": t5},
+    "temperatures": {"score": tempered},
+    "scores of -inf": {"score": hiding},
+    "documents": {"mask": same_document},
+    "dilated, bounds": {"mask": dilated},
+    "bounds that read": {"mask": from_first},
+    "dense mask": {"mask": custom},
+    "all at once": {"score": relative, "mask": dilated, "softcap": 3.0, "alibi": True, "sinks": True},
+}
