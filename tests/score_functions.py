@@ -68,6 +68,21 @@ def custom(q_pos, kv_pos, dense):
     return dense[q_pos, kv_pos]
 
 
+@quire.mask
+def nothing_for_odd(q_pos, kv_pos):
+    return (q_pos % 2 == 0) & (kv_pos >= 0)
+
+
+@quire.score
+def minus_infinity_for_odd(score, q_pos):
+    return torch.where(q_pos % 2 == 0, score, float("-inf"))
+
+
+@quire.mask(bounds=lambda q_pos: (0, q_pos - 15))
+def far_behind(q_pos, kv_pos):
+    return kv_pos < q_pos - 15
+
+
 FUNCTIONS = {
     "softcap": {"score": softcap},
     "ALiBi": {"score": alibi},

@@ -40,6 +40,7 @@ WITH_EXAMPLES = (
     "docs/start.md",
     "docs/usage.md",
     "docs/intervals.md",
+    "docs/scores.md",
     "docs/serving.md",
     "docs/flash_attn.md",
     "docs/flashinfer.md",

@@ -9,6 +9,7 @@ So the text is all that a key, a record or another process needs, and to read it
 
 import ast
 import builtins
+import contextlib
 import inspect
 import math
 import operator
@@ -271,34 +272,31 @@ def read(kind: str, function: Any, extras: tuple[Extra, ...]) -> str:
         raise TypeError(f"{kind} must be made of a Python function, got {describe(function)}; decorate a `def`")
     try:
         lines, first = inspect.getsourcelines(function)
-        node = definition(function, textwrap.dedent("".join(lines)))
+        node = definition_of(function, lines, kind)
     except (OSError, SyntaxError) as error:
         raise TypeError(
             f"{function.__name__} must have source that Python can read, got {error}; put it into a file"
         ) from None
     ast.increment_lineno(node, first - 1)
-    closure = inspect.getclosurevars(function)
-    scope = {**vars(builtins), **function.__globals__, **closure.nonlocals}
+    scope = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
     return Reader(node, kind, extras, scope, inspect.getsourcefile(function) or "?").text
 
 
-def definition(function: FunctionType, text: str) -> ast.FunctionDef:
-    """Return the syntax of a function, or of a lambda as a function that returns its value."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        if function.__name__ != "<lambda>":
-            raise
-        tree = ast.parse(text[text.index("lambda") :].strip().rstrip("),"))  # the rest of a line with a lambda
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
-            return node
-        if isinstance(node, ast.Lambda) and [a.arg for a in node.args.args] == [
-            *inspect.signature(function).parameters
-        ]:
-            body = ast.Return(node.body, lineno=node.lineno)
-            return ast.FunctionDef("bounds", node.args, [body], [], None, lineno=node.lineno)
-    raise OSError("another definition")
+def definition_of(function: FunctionType, lines: list[str], name: str) -> ast.stmt:
+    """Return the syntax of a function; of a lambda, that of a function which returns its value, by this name."""
+    if function.__name__ != "<lambda>":
+        return ast.parse(textwrap.dedent("".join(lines))).body[0]
+    # The lines are those of a statement. The lambda is the last one that begins before its body does.
+    columns = [column for line, _, column, _ in function.__code__.co_positions() if column and line]
+    text = "".join(lines)
+    text = text[text.rindex("lambda", 0, max(min(columns, default=0), text.index("lambda") + 6)) :]
+    for end in range(len(text), 0, -1):
+        with contextlib.suppress(SyntaxError):
+            found = ast.parse(text[:end], mode="eval").body
+            if isinstance(found, ast.Lambda):
+                body: list[ast.stmt] = [ast.Return(found.body, lineno=found.lineno)]
+                return ast.FunctionDef(name, found.args, body, [], None, lineno=found.lineno)  # pyright: ignore
+    raise OSError("no lambda")
 
 
 class Typed(NamedTuple):
@@ -440,7 +438,9 @@ class Reader:
                 advice = "pass a tensor as an extra; define a number before the function"
                 return self.refuse("use names that are known", node.id, advice)
             return self.scope[node.id]
-        owner = self.resolve(node.value) if isinstance(node, ast.Attribute) and is_chain(node) else None
+        root = root_of(node)
+        is_outside = root is not None and root not in self.locals
+        owner = self.resolve(node.value) if isinstance(node, ast.Attribute) and is_outside else None
         if isinstance(node, ast.Attribute) and isinstance(owner, ModuleType) and hasattr(owner, node.attr):
             return getattr(owner, node.attr)
         return self.refuse("use attributes of modules alone", shown(node), "assign a number to a name before")
@@ -608,9 +608,11 @@ def is_docstring(node: ast.stmt) -> bool:
     return is_text or isinstance(node, ast.Pass)
 
 
-def is_chain(node: ast.expr) -> bool:
-    """Return whether an expression is a name, or an attribute of one."""
-    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and is_chain(node.value))
+def root_of(node: ast.expr) -> str | None:
+    """Return the name that an expression is, or is an attribute of; None for other expressions."""
+    if isinstance(node, ast.Attribute):
+        return root_of(node.value)
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def loaded(node: ast.expr) -> ast.expr:

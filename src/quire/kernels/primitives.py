@@ -152,14 +152,14 @@ def load_intervals(kv, rows, first_pos, seq_len):
 
 @triton.jit
 def within_bounds(sight, rows, seq, seq_len, inputs, BOUNDS: tl.constexpr):
-    """Return what rows see of the keys between a mask's bounds: an interval of those that they see else."""
+    """Return the interval of keys between a mask's bounds that each row sees: its begin and its end."""
     begin, end = BOUNDS(rows.q_pos, seq, inputs.extras)
     if sight.begin is None:
         begin = tl.maximum(begin, tl.maximum(rows.q_pos - inputs.scoring.window_left, 0))
         end = tl.minimum(end, tl.minimum(rows.q_pos + inputs.scoring.window_right + 1, seq_len))
     else:
         begin, end = tl.maximum(begin, sight.begin), tl.minimum(end, sight.end)
-    return Sight(begin, end, None, sight.first_draft)
+    return begin, end
 
 
 @triton.jit

@@ -8,6 +8,7 @@ processes.
 import ast
 import hashlib
 import linecache
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -79,10 +80,10 @@ def floor_modulo(a, b):
 
 
 @triton.jit
-def fast_tanh(x):
-    # As in `mods.softcap`, with an absolute error of float32 near 1.
-    r = tl.rsqrt(tl.exp2(x * 2.8853900817779268) + 1.0)
-    return 1.0 - 2.0 * r * r
+def fast_tanh(x, factor, by):
+    # by * tanh(x * factor / (2 log2(e))), as in `mods.softcap`, with an absolute error of float32 near `by`.
+    r = tl.rsqrt(tl.exp2(x * factor) + 1.0)
+    return by - 2.0 * by * r * r
 
 
 @lru_cache(maxsize=1024)
@@ -141,7 +142,7 @@ class Writer:
     """
 
     def __init__(self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int) -> None:
-        self.sizes, self.tanh = sizes, "exact_tanh" if itemsize > 2 else "fast_tanh"
+        self.sizes, self.is_exact = sizes, itemsize > 2
         self.extras: dict[str, tuple[Extra, str, list[str]]] = {}  # and its pointer and sizes, as text
         place = 0
         for extra in extras:
@@ -181,17 +182,29 @@ class Writer:
         if isinstance(node, ast.Subscript):
             return self.number(node)
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "tanh" and not self.is_exact:
+            return self.fast_tanh(node)
         word, arguments = node.func.id, [of(argument) for argument in node.args]
         if word in ("float", "int"):
             return f"({arguments[0]}).to(tl.{word}32)"
         if word in ("minimum", "maximum"):  # NaN stays NaN, as in PyTorch
             return f"tl.{word}({', '.join(arguments)}, propagate_nan=tl.PropagateNan.ALL)"
-        return f"{self.tanh if word == 'tanh' else f'tl.{word}'}({', '.join(arguments)})"
+        return f"{'exact_tanh' if word == 'tanh' else f'tl.{word}'}({', '.join(arguments)})"
+
+    def fast_tanh(self, node: ast.Call, by: Any = 1.0) -> str:
+        """Return tanh times a number, with what its argument is multiplied by in the exponent."""
+        part, factor = scaled(node.args[0])
+        return f"fast_tanh({self.expression(part)}, {2 * math.log2(math.e) * factor!r}, {by!r})"
 
     def binary(self, node: ast.BinOp) -> str:
         """Return the value of an operator."""
+        if isinstance(node.op, ast.Mult) and not self.is_exact:
+            for number, call in ((node.left, node.right), (node.right, node.left)):
+                is_tanh = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "tanh"
+                if isinstance(number, ast.Constant) and is_tanh:
+                    return self.fast_tanh(call, number.value)
         a, b, sign = self.expression(node.left), self.expression(node.right), OPERATORS[type(node.op)][0]
-        number = node.right.value if isinstance(node.right, ast.Constant) else None
+        number: Any = node.right.value if isinstance(node.right, ast.Constant) else None
         if sign in ("//", "%"):
             if type(number) is int and number > 0 and number & (number - 1) == 0:
                 return f"({a} >> {number.bit_length() - 1})" if sign == "//" else f"({a} & {number - 1})"
@@ -214,6 +227,16 @@ class Writer:
         loaded = f"tl.load({pointer} + {offset})"
         kind = KINDS[extra.dtype]
         return f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
+
+
+def scaled(node: ast.expr) -> tuple[ast.expr, float]:
+    """Return what a number multiplies in a product or divides in a quotient, and the factor; else a value and 1."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.right, ast.Constant):
+        return node, 1.0
+    number: Any = node.right.value
+    if isinstance(node.op, ast.Mult):
+        return node.left, number
+    return (node.left, 1 / number) if isinstance(node.op, ast.Div) and number else (node, 1.0)
 
 
 def own(name: str) -> str:

@@ -139,7 +139,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
             bits = tl.load(kv.tree_bits + rows.token, mask=rows.owned, other=0)
         sight = Sight(*load_intervals(kv, rows, first_pos, seq_len), bits, first_pos)
     if F.BOUNDS is not None:
-        sight = within_bounds(sight, rows, seq, seq_len, inputs, F.BOUNDS)
+        sight = Sight(*within_bounds(sight, rows, seq, seq_len, inputs, F.BOUNDS), None, first_pos)
     kv_start, kv_stop, full_from, full_to = keys_of_rows(
         rows, sight, first_row, first_pos, q_len, seq_len, inputs.scoring, T.GROUP
     )
