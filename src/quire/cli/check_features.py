@@ -9,6 +9,7 @@ import torch
 
 from quire import draft_trees, intervals
 from quire.batch import Batch
+from quire.score_functions import Function, mask, score
 from quire.spec import AttentionSpec
 from quire.testing import random_chosen
 
@@ -29,6 +30,8 @@ class SpecOptions(TypedDict, total=False):
     sinks: bool
     softmax_scale: float
     latent: bool
+    score: Function
+    mask: Function
 
 
 class PlanOptions(TypedDict, total=False):
@@ -77,6 +80,18 @@ def trees(batch: Batch, num_tokens: int, window: int | None = None) -> Batch:
     words = draft_trees.from_parents(torch.tensor(BRANCHES))
     tree_bits = torch.cat([words[:count] for count in batch.query_starts.diff().tolist()])
     return replace(batch, tree_bits=tree_bits) if window is None else draft_trees.windowed(batch, tree_bits, window)
+
+
+@score(extras={"bias": ("num_q_heads", None)})
+def relative(score, q_pos, kv_pos, q_head, bias):
+    """Add a bias by the distance, which is that of the last entry from there on."""
+    return score + bias[q_head, q_pos - kv_pos]
+
+
+@mask(extras={"reach": (torch.int32, "num_q_heads")}, bounds=lambda q_pos: (q_pos - 24, q_pos))
+def dilated(q_pos, kv_pos, q_head, reach):
+    """Leave out keys between others, of each head in its own way."""
+    return (q_pos - kv_pos) % (reach[q_head] + 1) == 0
 
 
 @dataclass(frozen=True)
@@ -163,6 +178,11 @@ FEATURES = (
     Feature("sinks", {"sinks": True}),
     Feature("sinks, split keys", {"sinks": True}, lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}),
     Feature("all at once", {"softcap": 5.0, "alibi": True, "sinks": True, "sliding_window": 20}),
+    Feature("score function", {"score": relative, "softcap": 3.0}),
+    Feature("mask function with bounds", {"mask": dilated}),
+    Feature(
+        "functions, split keys", {"score": relative, "mask": dilated}, ((1, 300), (1, 5), (1, 0)), {"num_splits": 5}
+    ),
     Feature("values of another width", {"head_dim": 40, "head_dim_v": 24}),
     Feature("head_dim 256, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 256}, lens=((1, 40), (5, 30))),
     Feature("head_dim 512, MQA", {"num_q_heads": 8, "num_kv_heads": 1, "head_dim": 512}, lens=((1, 40), (5, 30))),
@@ -194,6 +214,7 @@ LATENT_FEATURES = (
     Feature("MLA: pages of 7", LATENTS, DRAFTS, problem={"page_size": 7}),
     Feature("MLA: split keys", LATENTS, ((1, 300), (1, 5), (1, 0)), {"num_splits": 5}),
     Feature("MLA: batch-invariant", LATENTS, ((1, 700), (1, 5), (1, 0), (3, 300)), {"batch_invariant": True}),
+    Feature("MLA: functions", LATENTS | {"score": relative, "mask": dilated}, DRAFTS),
     Feature("MLA: fp8 latents", LATENTS | FP8, DRAFTS),
     Feature("MLA: 512 + 64, decode", DEEPSEEK, DECODING, problem={"page_size": 64}),
     Feature("MLA: 512 + 64, drafted tokens", DEEPSEEK, DRAFTS, problem={"page_size": 64}),

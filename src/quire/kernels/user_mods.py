@@ -200,8 +200,7 @@ class Writer:
         """Return the value of an operator."""
         if isinstance(node.op, ast.Mult) and not self.is_exact:
             for number, call in ((node.left, node.right), (node.right, node.left)):
-                is_tanh = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "tanh"
-                if isinstance(number, ast.Constant) and is_tanh:
+                if isinstance(number, ast.Constant) and isinstance(call, ast.Call) and ast.unparse(call.func) == "tanh":
                     return self.fast_tanh(call, number.value)
         a, b, sign = self.expression(node.left), self.expression(node.right), OPERATORS[type(node.op)][0]
         number: Any = node.right.value if isinstance(node.right, ast.Constant) else None
