@@ -25,6 +25,13 @@ def relative(score, q_pos, kv_pos, q_head, bias):
     return score + bias[q_head, q_pos - kv_pos]
 
 
+@quire.score(extras={"logits": (None, "num_q_heads", None)})
+def inkling(score, q_pos, kv_pos, q_head, token, logits):
+    """Inkling's relative bias: numbers of each token for the distances before it, and none beyond them."""
+    distance = q_pos - kv_pos
+    return score + torch.where((distance >= 0) & (distance < 17), logits[token, q_head, distance], 0.0)
+
+
 @quire.score(extras={"table": (32, "num_q_heads")})
 def t5(score, q_pos, kv_pos, q_head, table):
     """T5's buckets: one for each distance below 16, then wider ones up to 128."""
@@ -37,7 +44,15 @@ def t5(score, q_pos, kv_pos, q_head, table):
 @quire.score(extras={"temperature": (torch.float16, "num_kv_heads"), "by_seq": (None,)})
 def tempered(score, kv_head, seq, temperature, by_seq):
     scale = 0.5 + abs(temperature[kv_head])
-    return score * scale + by_seq[seq]
+    kv_head = float(kv_head) + 0.5
+    return score * scale + by_seq[seq] * kv_head
+
+
+@quire.score(extras={"bias": ("num_q_heads",)})
+def beyond(score, q_head, bias):
+    """An index that has the name of one in range."""
+    q_head = q_head + 40
+    return score + bias[q_head]
 
 
 @quire.score(extras={"kind": (torch.int32, None, None)})
@@ -58,7 +73,10 @@ def dilated(q_pos, kv_pos, q_head):
     return (q_pos - kv_pos) % 2 == q_head & 1
 
 
-@quire.mask(extras={"first": (torch.int32, None)}, bounds=lambda seq, q_pos, first: (first[seq] * 20, q_pos + 3))
+@quire.mask(
+    extras={"first": (torch.int32, None)},
+    bounds=lambda seq, q_pos, token, first: (first[seq] * 20 + token % 2, q_pos + 3),
+)
 def from_first(q_pos, kv_pos, first, seq):
     return kv_pos >= first[seq] * 20
 
@@ -87,8 +105,10 @@ FUNCTIONS = {
     "softcap": {"score": softcap},
     "ALiBi": {"score": alibi},
     "relative bias": {"score": relative},
+    "Inkling": {"score": inkling},
     "T5": {"score": t5},
     "temperatures": {"score": tempered},
+    "beyond": {"score": beyond},
     "scores of -inf": {"score": hiding},
     "documents": {"mask": same_document},
     "dilated, bounds": {"mask": dilated},

@@ -282,8 +282,9 @@ def test_a_text_that_no_decorator_made_is_refused(text, capsys):
 
 
 @pytest.mark.parametrize("contents", [False, True])
-def test_a_call_with_functions_is_recorded_and_replayed(contents, tmp_path):
-    p, plan = solved(score=functions.relative, mask=functions.same_document)
+@pytest.mark.parametrize("mask", [functions.same_document, functions.custom], ids=repr)
+def test_a_call_with_functions_is_recorded_and_replayed(mask, contents, tmp_path):
+    p, plan = solved(score=functions.relative, mask=mask)
     with debug.record(tmp_path / "call", contents=contents):
         quire.attention(p.q, p.cache, plan, **p.tables)
     call = debug.load(tmp_path / "call")

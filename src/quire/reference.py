@@ -113,7 +113,9 @@ def attention(
                 scores = scores - alibi_slopes[heads].to(dtype)[:, None, None] * distances
             if spec.score is not None or spec.mask is not None:
                 q_heads = torch.arange(heads.start, heads.stop, device=q.device)[:, None, None]
-                scene = Scene(q_pos[:, None], needed, q_heads, torch.tensor(kv_head, device=q.device), of_seq, tables)
+                token = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                of_head = torch.tensor(kv_head, device=q.device)
+                scene = Scene(q_pos[:, None], needed, q_heads, of_head, of_seq, token, tables)
                 scores = apply(spec.score, spec.mask, scores, scene)
             scores = scores.masked_fill(~visible, float("-inf"))
             sink = None if sinks is None else sinks[heads].to(dtype)
@@ -256,7 +258,8 @@ def keys_within_bounds(
     start, stop = batch.query_starts[seq : seq + 2].tolist()
     visible = visible_keys(batch, spec, slice(start, stop), first, kv_len)
     q_pos, kv_pos = first + torch.arange(stop - start, device=batch.device), torch.arange(kv_len, device=batch.device)
-    bounds = bounds_of(spec.mask, q_pos, torch.tensor(seq, device=batch.device), tables)
+    token = torch.arange(start, stop, device=batch.device)
+    bounds = bounds_of(spec.mask, q_pos, torch.tensor(seq, device=batch.device), token, tables)
     if bounds is None:
         return visible
     return visible & (kv_pos >= bounds[0][:, None]) & (kv_pos < bounds[1][:, None])

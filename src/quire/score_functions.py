@@ -32,8 +32,9 @@ ARGUMENTS = {  # and their axes: rows are query tokens and query heads of a KV h
     "q_head": frozenset({"rows"}),
     "kv_head": frozenset(),
     "seq": frozenset(),
+    "token": frozenset({"rows"}),
 }
-OF_BOUNDS = "q_pos", "seq"  # the arguments that bounds may have: all heads of a token see the same keys
+OF_BOUNDS = "q_pos", "seq", "token"  # the arguments that bounds may have: all heads of a token see the same keys
 WORDS = {
     "where": 3,
     "minimum": 2,
@@ -147,6 +148,11 @@ class Function:
         """Name of the function."""
         return tree_of(self.source).name
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of its arguments."""
+        return tuple(argument.arg for argument in tree_of(self.source).args.args)
+
     def __call__(self, *values: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Evaluate the function with PyTorch, on tensors that can be broadcast.
 
@@ -154,7 +160,7 @@ class Function:
             *values: of its arguments, in their order.
             **named: the same by name.
         """
-        names = [argument.arg for argument in tree_of(self.source).args.args]
+        names = self.arguments
         found = dict(zip(names, values, strict=False)) | named
         if len(values) > len(names) or found.keys() != set(names):
             raise TypeError(f"{self.name} must get {', '.join(names)}, got {', '.join(found)}; pass each once")
@@ -168,10 +174,10 @@ class Function:
 def score(function: Any = None, *, extras: Mapping[str, Any] | None = None) -> Any:
     """Make a function on scores of a Python function, for `AttentionSpec(score=...)`.
 
-    The function takes any of `score`, `q_pos`, `kv_pos`, `q_head`, `kv_head` and `seq`, by these names, and the names
-    of `extras`; it returns the score that takes the place of `score`. A score is the product of a query and a key times
-    the softmax scale, after the spec's softcap and ALiBi; -inf hides the key. Positions count the keys of a sequence,
-    `seq` the sequences of the batch.
+    The function takes any of `score`, `q_pos`, `kv_pos`, `q_head`, `kv_head`, `seq` and `token`, by these names, and
+    the names of `extras`; it returns the score that takes the place of `score`. A score is the product of a query and a
+    key times the softmax scale, after the spec's softcap and ALiBi; -inf hides the key. Positions count the keys of a
+    sequence, `seq` the sequences of the batch, and `token` the rows of q.
 
     It may assign to local names and use arithmetic, comparisons, `& | ~`, shifts, `//` and `%` of integers,
     `torch.where`, `exp`, `log`, `tanh`, `sqrt`, `abs`, `minimum` and `maximum`, `float(x)` and `int(x)`, and
@@ -214,8 +220,8 @@ def mask(function: Any = None, *, extras: Mapping[str, Any] | None = None, bound
         function: the function.
         extras: as for `quire.score`.
         bounds: a function that returns the first and the last key that a token sees at most, two integers. It takes
-            `q_pos`, `seq` and `extras`. Keys outside are not seen, whatever the mask says, and tiles of keys that no
-            row of a row block sees are not read.
+            `q_pos`, `seq`, `token` and `extras`. Keys outside are not seen, whatever the mask says, and tiles of keys
+            that no row of a row block sees are not read.
 
     Returns:
         A `Function`; or a decorator, if `function` is left out.
@@ -691,6 +697,7 @@ class Scene(NamedTuple):
     q_head: torch.Tensor
     kv_head: torch.Tensor
     seq: torch.Tensor
+    token: torch.Tensor
     extras: Mapping[str, torch.Tensor]
 
 
@@ -706,12 +713,16 @@ def apply(score: Function | None, mask: Function | None, scores: torch.Tensor, s
 
 
 def bounds_of(
-    mask: Function | None, q_pos: torch.Tensor, seq: torch.Tensor, extras: Mapping[str, torch.Tensor]
+    mask: Function | None,
+    q_pos: torch.Tensor,
+    seq: torch.Tensor,
+    token: torch.Tensor,
+    extras: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the first key that each token sees at most, and the one after the last; None without bounds."""
     if mask is None or not mask.bounds:
         return None
-    found = evaluate(mask.bounds, {**extras, "q_pos": q_pos, "seq": seq}, torch.float32)
+    found = evaluate(mask.bounds, {**extras, "q_pos": q_pos, "seq": seq, "token": token}, torch.float32)
     first, last = (torch.as_tensor(value, device=q_pos.device).broadcast_to(q_pos.shape) for value in found)
     return first, last + 1
 

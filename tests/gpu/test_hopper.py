@@ -21,6 +21,7 @@ from quire.plan import make_plan
 from quire.testing import error_budget, make_problem
 from tests.growth import with_growing_scores
 from tests.pairs import each_pair
+from tests.score_functions import FUNCTIONS
 
 if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).has_wgmma):
     pytest.skip("a kernel for Hopper GPUs alone", allow_module_level=True)
@@ -184,6 +185,22 @@ IN_FLOAT16 = [(ELEMENTS[3], SCORES[0], None), (ELEMENTS[3], SCORES[3], LONG)]
 )
 def test_features(extra, element, bound):
     assert_right(quire.AttentionSpec(**LLAMA | extra | element), MIXED, [bound])
+
+
+FUNCTIONS_OF_PROMPTS = [
+    ("relative bias", {}, {}, LONG),
+    ("T5", {"head_dim": 64}, {"softcap": 20.0}, None),
+    ("Inkling", {}, {"sliding_window": 300}, LONG),
+    ("documents", {"head_dim": 256}, {"sinks": True}, LONG),
+    ("dense mask", {"head_dim": 192}, {"alibi": True}, None),
+    ("softcap", {"dtype": torch.float16}, {}, LONG),
+    ("relative bias", {"kv_dtype": torch.float8_e4m3fn}, {}, LONG),
+]
+
+
+@pytest.mark.parametrize(("function", "element", "extra", "bound"), FUNCTIONS_OF_PROMPTS, ids=str)
+def test_functions_on_scores_and_masks(function, element, extra, bound):
+    assert_right(quire.AttentionSpec(**LLAMA | element | extra | FUNCTIONS[function]), MIXED, [bound])
 
 
 @pytest.mark.parametrize("falling", [True, False])

@@ -91,7 +91,8 @@ def language(machine: Machine) -> types.SimpleNamespace:
         convert_layout=values.convert_layout, associative_scan=values.scan_of,
         sum=values.sum_of, max=values.max_of, min=values.min_of,
         clamp=values.clamp, div_rn=values.divide, PropagateNan=tl.PropagateNan,
-        maximum=values.of_two(values.larger), minimum=values.of_two(values.smaller),
+        maximum=values.of_two(values.larger, torch.maximum), minimum=values.of_two(values.smaller, torch.minimum),
+        exp=values.by_element(torch.exp),
         exp2=values.by_element(torch.exp2), log=values.by_element(torch.log), abs=values.by_element(torch.abs),
         sqrt=values.by_element(torch.sqrt), rsqrt=values.by_element(torch.rsqrt),
     )  # fmt: skip

@@ -178,11 +178,14 @@ def constant(x: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(x, dtype=dtype)
 
 
-def of_two(operation: Callable[..., torch.Tensor]) -> Callable[[Any, Any], Value]:
-    """Return an operation on two operands, in the type in which they meet."""
+def of_two(
+    operation: Callable[..., torch.Tensor], with_nan: Callable[..., torch.Tensor] | None = None
+) -> Callable[..., Value]:
+    """Return an operation on two operands, in the type in which they meet; `with_nan` if NaN is to stay NaN."""
 
-    def compute(a: Any, b: Any) -> Value:
-        result = Value(operation(*operands(a, b)))
+    def compute(a: Any, b: Any, propagate_nan: Any = None) -> Value:
+        chosen = with_nan if with_nan is not None and propagate_nan is tl.PropagateNan.ALL else operation
+        result = Value(chosen(*operands(a, b)))
         if isinstance(a, Value) and a.loads:
             result.loads = a.loads
         if isinstance(b, Value) and b.loads:

@@ -36,6 +36,7 @@ from tests.hopper_simulator.launch import Functions, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine
 from tests.hopper_simulator.values import Value
+from tests.score_functions import FUNCTIONS
 
 pytestmark = pytest.mark.one_triton
 
@@ -118,6 +119,23 @@ def test_features(extra, bound, take):
     take("wg2" if bound else "wg1")
     plan = assert_right(quire.AttentionSpec(**LLAMA | extra), max_seq_len=bound)
     assert plan.launch.config.num_warpgroups == (2 if bound else 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "bound", "features"),
+    [
+        ("relative bias", LONG, {}),
+        ("T5", None, {}),
+        ("Inkling", LONG, {}),
+        ("documents", LONG, {"softcap": 20.0, "sinks": True}),
+        ("softcap", None, BFLOAT16),
+        ("dense mask", LONG, {"causal": False, "alibi": True}),
+    ],
+)
+def test_functions_on_scores_and_masks(function, bound, features, take):
+    """Among them one that a built-in softcap would take a loop of its own for."""
+    take("wg2" if bound else "wg1")
+    assert_right(quire.AttentionSpec(**LLAMA | features | FUNCTIONS[function]), max_seq_len=bound)
 
 
 @pytest.mark.slow

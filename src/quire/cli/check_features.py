@@ -91,7 +91,7 @@ def relative(score, q_pos, kv_pos, q_head, bias):
 @mask(extras={"reach": (torch.int32, "num_q_heads")}, bounds=lambda q_pos: (q_pos - 24, q_pos))
 def dilated(q_pos, kv_pos, q_head, reach):
     """Leave out keys between others, of each head in its own way."""
-    return (q_pos - kv_pos) % (reach[q_head] + 1) == 0
+    return (q_pos - kv_pos) % (1 + (reach[q_head] & 3)) == 0
 
 
 @dataclass(frozen=True)

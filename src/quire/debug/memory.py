@@ -24,6 +24,7 @@ DTYPES = {
         torch.uint8,
         torch.int32,
         torch.int64,
+        torch.bool,
     )
 }
 

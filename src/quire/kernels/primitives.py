@@ -153,7 +153,7 @@ def load_intervals(kv, rows, first_pos, seq_len):
 @triton.jit
 def within_bounds(sight, rows, seq, seq_len, inputs, BOUNDS: tl.constexpr):
     """Return the interval of keys between a mask's bounds that each row sees: its begin and its end."""
-    begin, end = BOUNDS(rows.q_pos, seq, inputs.extras)
+    begin, end = BOUNDS(rows.q_pos, seq, rows.token, inputs.extras)
     if sight.begin is None:
         begin = tl.maximum(begin, tl.maximum(rows.q_pos - inputs.scoring.window_left, 0))
         end = tl.minimum(end, tl.minimum(rows.q_pos + inputs.scoring.window_right + 1, seq_len))
@@ -371,7 +371,7 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
-        scores = T.FUNCTION(scores, rows.q_pos, kv_pos, rows.head, inputs.kv_head, seq, inputs.extras)
+        scores = T.FUNCTION(scores, rows.q_pos, kv_pos, rows.head, inputs.kv_head, seq, rows.token, inputs.extras)
     if MASKED:
         visible = keep[None, :]
         if sight.begin is not None:

@@ -109,8 +109,8 @@ def jit_functions(
 
 
 BOUNDS = """@triton.jit
-def bounds(q_pos, seq, extras):
-    first, last = user_bounds(None, q_pos, None, None, None, seq, extras)
+def bounds(q_pos, seq, token, extras):
+    first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras)
     nothing = tl.zeros_like(q_pos)
     return nothing + first, nothing + last + 1
 """
@@ -118,15 +118,18 @@ def bounds(q_pos, seq, extras):
 
 def combined(name: str, score: Function | None, has_mask: bool, with_bounds: bool) -> str:
     """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N]."""
-    arguments = "q_pos[:, None], kv_pos[None, :], q_head[:, None], kv_head, seq, extras"
-    lines = ["@triton.jit", f"def {name}(scores, q_pos, kv_pos, q_head, kv_head, seq, extras):"]
+    token = "token[:, None].to(tl.int32)"
+    arguments = f"q_pos[:, None], kv_pos[None, :], q_head[:, None], kv_head, seq, {token}, extras"
+    lines = ["@triton.jit", f"def {name}(scores, q_pos, kv_pos, q_head, kv_head, seq, token, extras):"]
     if score is not None:
-        whole = "" if axes_of(score) == ARGUMENTS["score"] else "tl.zeros_like(scores) + "
-        lines.append(f"    scores = {whole}user_score(scores, {arguments})")
+        changed = f"user_score(scores, {arguments})"
+        if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
+            changed = f"tl.where(scores == scores, {changed}, scores)"
+        lines.append(f"    scores = {changed}")
     if has_mask:
         lines.append(f"    visible = user_mask(None, {arguments})")
         if with_bounds:
-            lines.append("    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, extras)")
+            lines.append(f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras)")
             lines.append("    visible = visible & (kv_pos[None, :] >= first) & (kv_pos[None, :] <= last)")
         lines.append('    scores = tl.where(visible, scores, float("-inf"))')
     return "\n".join([*lines, "    return scores", ""])
@@ -142,7 +145,7 @@ class Writer:
     """
 
     def __init__(self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int) -> None:
-        self.sizes, self.is_exact = sizes, itemsize > 2
+        self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
         self.extras: dict[str, tuple[Extra, str, list[str]]] = {}  # and its pointer and sizes, as text
         place = 0
         for extra in extras:
@@ -156,6 +159,8 @@ class Writer:
     def function(self, name: str, text: str) -> str:
         """Return the text of a jit function."""
         lines = ["@triton.jit", f"def {name}({', '.join(own(argument) for argument in ARGUMENTS)}, extras):"]
+        assignments = [node for node in tree_of(text).body if isinstance(node, ast.Assign)]
+        self.assigned = {ast.unparse(node.targets[0]) for node in assignments}
         for statement in tree_of(text).body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 lines.append(f"    {own(statement.targets[0].id)} = {self.expression(statement.value)}")
@@ -219,8 +224,9 @@ class Writer:
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         offset = ""
         for index, size in zip(indices, sizes, strict=True):
-            heads = OF_HEADS.get(index.id) if isinstance(index, ast.Name) else None
-            in_range = heads is not None and size == str(self.sizes[heads])
+            name = ast.unparse(index)
+            is_head = name in OF_HEADS and name not in self.assigned
+            in_range = is_head and size == str(self.sizes[OF_HEADS[name]])
             place = self.expression(index) if in_range else f"clamped({self.expression(index)}, {size})"
             offset = f"({offset} * {size} + {place})" if offset else place
         loaded = f"tl.load({pointer} + {offset})"

@@ -192,7 +192,8 @@ def attend_group(
         scores = scores - alibi_slopes.float().view(*grouped, 1, 1) * distance
     if spec.score is not None or spec.mask is not None:
         heads = torch.arange(num_q_heads, device=q.device).view(*grouped, 1, 1)
-        of_seqs = (seqs.view(-1, 1, 1, 1, 1), tables)
+        token = batch.query_starts[seqs].long()[:, None] + torch.arange(q_len, device=q.device)
+        of_seqs = seqs.view(-1, 1, 1, 1, 1), token[:, None, None, :, None], tables
         scene = Scene(q_pos[:, None, None, :, None], kv_pos, heads, heads[:, :1] // grouped[1], *of_seqs)
         scores = apply(spec.score, spec.mask, scores, scene)
     scores = scores.masked_fill(~mask[:, :, None], float("-inf"))
@@ -222,7 +223,7 @@ def visible_keys(
     if batch.max_tokens is not None:
         begin = torch.zeros_like(q_pos) if batch.key_begin is None else batch.key_begin[token].long()
         end = first.expand_as(q_pos) if batch.key_end is None else batch.key_end[token].long()
-    if (bounds := bounds_of(spec.mask, q_pos, seqs[:, None], tables)) is not None:
+    if (bounds := bounds_of(spec.mask, q_pos, seqs[:, None], token, tables)) is not None:
         begin, end = torch.maximum(begin, bounds[0]), torch.minimum(end, bounds[1])
     begin, end = begin.clamp(min=0), torch.minimum(end, seq_lens)
     sees = begin < end

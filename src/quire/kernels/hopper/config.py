@@ -40,6 +40,7 @@ class Config:
     INTERVALS: gl.constexpr  # rows see intervals of keys, not a band
     RELEASES: gl.constexpr  # arrivals of a consumer warpgroup that release a tile
     EARLY: gl.constexpr  # queries are released after their last product, before results are written
+    FUNCTION: gl.constexpr  # jit function of users' functions on scores and masks, or None
 
 
 @aggregate

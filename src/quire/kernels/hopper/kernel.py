@@ -77,6 +77,7 @@ def hopper_kernel(
     sinks_ptr,  # [num_q_heads], or None
     slopes_ptr,  # [num_q_heads], or None
     k_scale_ptr, v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
+    extras,  # of FUNCTION, from `user_mods.passed`, or None
     k_source, v_source,  # TMA descriptors; where KV_BOX is 0, pointers to slot 0 of page 0
     q_desc,  # TMA descriptor of boxes of HEADS heads and their rows; its type says `runner.LEAST_ROWS`
     k_tile_desc, v_tile_desc,  # TMA descriptors of boxes of BLOCK_N rows, for tiles that lie in one page, or None
@@ -104,6 +105,7 @@ def hopper_kernel(
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     SPLIT_BY_TOKENS: gl.constexpr,  # each of two warpgroups has half of a row block's tokens, else half of the rows
     PIECES: gl.constexpr,  # products with values are those of `products.py`, as all are if BLOCK_N is no power of two
+    FUNCTION: gl.constexpr,  # of Config
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -116,10 +118,12 @@ def hopper_kernel(
         NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SCORE_MOD, WARPGROUPS, BLOCK_T, HEADS, BLOCK_N,
         STAGES, Q_STAGES, QUANTISED_STAGES, FP8_MMA, KV_BOX, FIXED_SPLIT, PARTS, CUT_SLOTS, MIXED, SPLIT_BY_TOKENS,
         PIECES, INTERVALS, releases_of_warpgroup(SCORE_MOD, FP8_MMA),
-        releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM),
+        releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM), FUNCTION,
     )  # fmt: skip
     memory = allocate(q_desc.dtype, NUMBER, config)
-    scoring = Scoring(scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end)
+    scoring = Scoring(
+        scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end, extras
+    )  # fmt: skip
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(
         out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, v_scale_ptr, stride_out_token, stride_out_head, stride_lse,

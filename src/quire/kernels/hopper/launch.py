@@ -157,12 +157,13 @@ class HopperLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
-        from quire.kernels import mods
+        from quire.kernels import mods, user_mods
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod = mods.score_mod(spec)
-        if score_mod is mods.softcap and not self.fixed_split_size:  # which rounds as the portable kernels do
+        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec)
+        # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
+        if score_mod is mods.softcap and not self.fixed_split_size and function is None:
             score_mod = capped_exponents if has_bounded_scores(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
@@ -172,7 +173,7 @@ class HopperLaunch:
             "Q_STAGES": config.num_q_stages, "QUANTISED_STAGES": config.num_quantised_stages, "FP8_MMA": config.fp8_mma,
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
             "SPLIT_BY_TOKENS": config.apart,
-            "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize),
+            "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize), "FUNCTION": function,
         }  # fmt: skip
 
     @property

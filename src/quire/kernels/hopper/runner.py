@@ -16,11 +16,13 @@ from quire.kernels.combine import combine_arguments, combine_kernel
 from quire.kernels.gluon.pipeline import SWIZZLE_BYTES
 from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.launch import Runner, bind_fallback, constexprs_of
+from quire.kernels.launch import bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
+from quire.kernels.portable.runner import numbers_in
 from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part
 from quire.kernels.tma import matrices_of_cache, matrix_of_queries
+from quire.kernels.user_mods import passed
 from quire.kernels.views import Matrix
 
 LEAST_ROWS = 8  # of a box of queries, as the kernel's type has it; the box itself may be no power of two (`set_boxes`)
@@ -44,7 +46,7 @@ class HopperRunner:
         tokens = launch.config.block_t // (2 if launch.config.apart else 1)
         self.query_box = launch.heads, tokens, columns_of_box(spec.head_dim, spec.dtype.itemsize)
         self.tile_counter = Part(workspace, torch.int32, 0, TILE_COUNTER_BYTES // 4)
-        self.fallback: Runner | None = None  # bound when it is first needed
+        self.fallback: Any = None  # bound when it is first needed
         self.scheduler = scheduler_of(launch, batch)
         self.placed: Any = None  # the schedule that the kernel's arguments name
         self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
@@ -73,6 +75,7 @@ class HopperRunner:
         sinks: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
+        extras: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         q_at, k_at, v_at = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr()
         known = q.shape[0], q.stride(), cache.kind, cache.num_pages, (q_at | k_at | v_at) % 16
@@ -83,14 +86,15 @@ class HopperRunner:
         grid, matrices, (kv_box, second_box) = self.grid, self.matrices, self.boxes
         if matrices is None:
             self.fallback = self.fallback or bind_fallback(self, cache, q)
-            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale)
+            self.fallback(q, cache, out, lse, sinks, alibi_slopes, out_scale, extras=extras)
             return
         if grid[0] == 0:
             return
         into, into_scale, into_lse = out, out_scale, lse
         if self.split_out is not None:
             into, into_scale, into_lse = self.split_out, None, self.split_lse
-        tensors = into, into_scale, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale
+        read = None if extras is None else passed(self.decided.request.spec.extras, extras)
+        tensors = into, into_scale, into_lse, sinks, alibi_slopes, cache.k_scale, cache.v_scale, read
         loaded, pages = ((q_at, matrices[0]),), ((k_at, matrices[1]), (v_at, matrices[2]))
         if kv_box:
             loaded = *pages, *loaded
@@ -110,7 +114,7 @@ class HopperRunner:
             tensors = self.split_out, self.split_lse, out, out_scale, lse
             self.combine((out.shape[0], out.shape[1], 1), tensors, None, self.combine_arguments)
         if self.decode is not None:
-            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale)
+            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, extras=extras)
 
     def combine_arguments(
         self, split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor, out_scale: Any, lse: Any
@@ -128,7 +132,8 @@ class HopperRunner:
     ) -> Arguments:
         """Return the arguments of the kernel that attends, of which `tensors` are the first."""
         decided, batch, spec = self.decided, self.batch, self.decided.request.spec
-        out, _, lse, *_ = tensors
+        out, _, lse, *scales, read = tensors[:8]
+        tensors = out, tensors[1], lse, *scales, numbers_in(read), *tensors[8:]
         kv_box, second_box = self.boxes
 
         def of_pages(box: int) -> tuple[TensorDescriptor, ...]:

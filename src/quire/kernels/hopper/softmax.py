@@ -30,6 +30,7 @@ class Scoring(NamedTuple):
     slopes_ptr: Any  # [num_q_heads], or None
     key_begin: Any  # [num_tokens] int32, the intervals that take the place of the window; None, like the next
     key_end: Any
+    extras: Any  # what FUNCTION reads, or None
 
 
 class Sight(NamedTuple):
@@ -84,8 +85,25 @@ def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
                 score = config.SCORE_MOD(scores[i], by_row(scale), q_pos, k_pos, products.slopes, scoring.softcap)
             changed = changed + (score,)
         scores = changed
-    HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None
+    if config.FUNCTION is not None:
+        scores = by_function(scores, pos, products, config)
+    HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None and config.FUNCTION is None
     return apply_mask(scores, pos, products, HALVES), exponent_scale
+
+
+@gluon.jit
+def by_function(scores, pos, products, config):
+    """Return the scores of the tile that begins at position `pos` as users' functions make them."""
+    own, work = products.own, products.work
+    q_pos = work.first_pos + work.token + own.rows % own.TOKENS
+    # Rows without queries have a head, too: a function may read what is of it.
+    q_head = gl.minimum(work.head + own.rows // own.TOKENS, config.NUM_KV_HEADS * config.GROUP - 1)
+    token = work.q_start + work.token + own.rows % own.TOKENS
+    kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
+    for i in gl.static_range(len(scores)):
+        score = config.FUNCTION(scores[i], q_pos, pos + own.cols[i], q_head, kv_head, None, token, extras)
+        changed = changed + (score,)
+    return changed
 
 
 @gluon.jit

@@ -65,6 +65,7 @@ class Place(NamedTuple):
 
     head: Any  # query head of each row
     seq: Any
+    token: Any  # of each row
     extras: Any  # from `user_mods.passed`
 
 
@@ -205,7 +206,7 @@ def fold_latents(
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
-        scores = T.FUNCTION(scores, q_pos, kv_pos, place.head, 0, place.seq, place.extras)
+        scores = T.FUNCTION(scores, q_pos, kv_pos, place.head, place.seq * 0, place.seq, place.token, place.extras)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
@@ -414,7 +415,7 @@ def mla_kernel(
         last_key = kv_stop
         if BOUNDS is not None:  # FUNCTION hides the others of these keys from each row
             bounded = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
-            begin, end = BOUNDS(bounded.q_pos, seq, extras)
+            begin, end = BOUNDS(bounded.q_pos, seq, bounded.token, extras)
             kv_start = tl.maximum(kv_start, tl.min(tl.where(bounded.owned, begin, 2147483647), 0))
             kv_stop = tl.maximum(tl.minimum(kv_stop, tl.max(tl.where(bounded.owned, end, 0), 0)), 0)
             kv_start = tl.minimum(kv_start, kv_stop)
@@ -436,7 +437,7 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
-        place = Place(rows.head, seq, extras)
+        place = Place(rows.head, seq, rows.token, extras)
         following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)
