@@ -45,6 +45,7 @@ with warnings.catch_warnings():
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache
 from quire.testing import Problem, error_budget
+from tests.score_functions import inkling
 
 NEW = importlib.util.find_spec("sglang.srt.layers.attention.verify_mask") is not None  # all but 0.5.12
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -239,17 +240,23 @@ class Server:
         given = {"topk": 4, "spec_steps": 3, "draft_token_num": num_drafts}
         return EagleVerifyInput(**dict.fromkeys(others) | {"draft_token": tokens, "custom_mask": mask} | given)
 
-    def run(self, mode: ForwardMode, counts: dict[int, int], layer, *, pad: int = 0, sinks=None, trees=None, **fields):
+    def run(self, mode: ForwardMode, counts: dict[int, int], layer, *, pad: int = 0, **fields):
         """Run an eager step of one layer, and return whether it is within the error budget."""
+        passed = {name: fields.pop(name) for name in ("sinks", "trees", "score_mod") if name in fields}
         batch = self.step(mode, counts, **fields)
         self.backend.init_forward_metadata(batch)
-        return self.forward(batch, counts, layer, sum(counts.values()) + pad, sinks=sinks, trees=trees)
+        return self.forward(batch, counts, layer, sum(counts.values()) + pad, **passed)
 
-    def forward(self, batch, counts, layer, num_tokens, *, sinks=None, pair=False, trees=None):
+    def forward(self, batch, counts, layer, num_tokens, *, sinks=None, pair=False, trees=None, score_mod=None):
         """Run one layer of a prepared step."""
         q, k, v = self.inputs(layer, num_tokens)
         real, extra = sum(counts.values()), {} if sinks is None else {"sinks": sinks}
         problem = self.problem(layer, q, counts, k[:real].clone(), v[:real].clone(), sinks, trees)
+        if score_mod is not None:  # as Inkling's
+            logits = self.rand(num_tokens, HEADS, 17)
+            extra |= {"score_mod": score_mod, "aux_tensors": [logits]}
+            spec = dataclasses.replace(problem.spec, score=inkling)
+            problem = dataclasses.replace(problem, spec=spec, extras=(logits[:real],))
         if pair:
             heads = q.view(num_tokens, HEADS, -1)
             extra |= {"q_rope": heads[..., RANK:], "k_rope": k[..., RANK:]}
@@ -649,6 +656,21 @@ def test_layers_with_a_sliding_window_a_softcap_and_sinks(kind, page_size):
         assert server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer, sinks=has_sinks)
 
 
+@pytest.mark.parametrize("kind", ["mha", "windows"])
+def test_inkling_s_relative_bias(kind):
+    """Inkling's layers with windows and those without hand the score mod and numbers of each token to the backend."""
+    mods = pytest.importorskip("sglang.kernels.ops.attention.score_mod", reason="SGLang has it since 0.5.23")
+    server = Server(kind, 64)
+    layer = make_layer(1 if kind == "windows" else 0, sliding_window_size=15 if kind == "windows" else -1)
+    relative = {"score_mod": mods.relative_bias_score_mod}
+    assert server.run(ForwardMode.EXTEND, {3: 40, 5: 9}, layer, **relative)
+    assert server.run(ForwardMode.EXTEND, {3: 30}, layer, pad=2, **relative)
+    assert server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer, **relative)
+    assert server.run(ForwardMode.DECODE, {3: 1, 5: 1}, layer)
+    with pytest.raises(quire.UnsupportedError, match="score_mod must be relative_bias_score_mod, got other"):
+        server.run(ForwardMode.DECODE, {3: 1}, layer, score_mod=SimpleNamespace(__name__="other"))
+
+
 @pytest.mark.parametrize("kind", ["mha", "mla", "windows"])
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
 def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(kind, mode):
@@ -787,5 +809,5 @@ def test_what_is_not_served_is_refused_by_name():
     server = Server()
     batch = server.step(ForwardMode.EXTEND, {3: 4})
     server.backend.init_forward_metadata(batch)
-    with pytest.raises(quire.UnsupportedError, match="score_mod must be left out"):
+    with pytest.raises(quire.UnsupportedError, match="score_mod must be relative_bias_score_mod, got len"):
         server.backend.forward(*server.inputs(make_layer(), 4), make_layer(), batch, score_mod=len)

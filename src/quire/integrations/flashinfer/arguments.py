@@ -38,6 +38,7 @@ class Scoring:
     logits_soft_cap: float  # 0 for none
     alibi: bool = False
     latent: bool = False
+    mask: Any = None  # of `quire.mask`
 
     def spec(self, sinks: bool = False) -> AttentionSpec:
         """Return the spec, with sinks or without."""
@@ -54,6 +55,7 @@ class Scoring:
             softcap=self.logits_soft_cap or None,
             alibi=self.alibi,
             latent=self.latent,
+            mask=self.mask,
             sinks=sinks,
         )
 
@@ -103,7 +105,7 @@ def read_scoring(a: Arguments, **changed: Any) -> Scoring:
         )
     scoring = Scoring(
         *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, dtype, kv_dtype, o_dtype, sm_scale, causal),
-        *(window_left, max(cap, 0.0), alibi, given.get("latent", False)),
+        *(window_left, max(cap, 0.0), alibi, given.get("latent", False), given.get("mask")),
     )
     scoring.spec()  # which checks heads, head dims and dtypes
     return scoring

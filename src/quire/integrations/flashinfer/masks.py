@@ -1,13 +1,15 @@
 """FlashInfer's custom masks, as what a batch has for them: the words of draft trees, or the ends of intervals of keys.
 
-Other masks are refused.
+Of other masks, a function of the spec reads the bits.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+import quire
 from quire import UnsupportedError, draft_trees
 from quire.integrations.arguments import check_tensor
 
@@ -30,28 +32,34 @@ def read_mask(custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor
     return custom_mask if packed_custom_mask is None else packed_custom_mask
 
 
+@quire.mask(extras={"bits": (torch.bool, None), "first": (torch.int32, None)})
+def read_bits(token: Any, kv_pos: Any, bits: Any, first: Any) -> Any:
+    """Return a mask's bit of a query, whose bits begin at `first`, for a key."""
+    return bits[first[token] + kv_pos]
+
+
 def seen_by_mask(
     mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int], trees_alone: bool = False
-) -> dict[str, torch.Tensor]:
-    """Return what a batch has in place of a mask. This waits for the device."""
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Return what a batch has in place of a mask, or the tensors that `read_bits` reads. This waits for the device."""
     try:
-        return {"tree_bits": words_of_mask(mask, qo_indptr, kv_lens)}
+        return {"tree_bits": words_of_mask(mask, qo_indptr, kv_lens)}, ()
     except UnsupportedError:
-        ends = None if trees_alone else intervals_of_mask(mask, qo_indptr, kv_lens)
-        if ends is None:
+        rows = None if trees_alone else rows_of_mask(mask, qo_indptr, kv_lens)
+        if rows is None:
             raise
-        return dict(zip(("key_begin", "key_end"), ends, strict=True))
+        ends = intervals_of_mask(rows)
+        if ends is not None:
+            return dict(zip(("key_begin", "key_end"), ends, strict=True)), ()
+        bits = torch.cat([*(row.flatten() for row in rows), torch.zeros(1, dtype=torch.bool, device=mask.device)])
+        sizes = [row.shape[1] for row in rows for _ in range(row.shape[0])]
+        first = torch.tensor([0, *sizes[:-1]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return {}, (bits, first.to(bits.device))
 
 
-def intervals_of_mask(
-    mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the first key that each query sees and the one after its last, [qo_indptr[-1]] int32; None if a query
-    sees keys with others between them, if the mask is too short or a length negative.
-
-    A query that sees no key has an empty interval.
-    """
-    bit, begins, ends = 0, [], []
+def rows_of_mask(mask: torch.Tensor, qo_indptr: list[int], kv_lens: list[int]) -> list[torch.Tensor] | None:
+    """Return the mask of each sequence, [qo_len, kv_len] bool; None if it is too short or a length negative."""
+    bit, found = 0, []
     for queries, keys in zip((end - begin for begin, end in pairwise(qo_indptr)), kv_lens, strict=True):
         size = queries * keys
         if mask.dtype is torch.bool:
@@ -63,7 +71,19 @@ def intervals_of_mask(
             bit += (size + 7) // 8
         if len(flat) < size or keys < 0:
             return None
-        seen = flat.view(queries, keys).int()
+        found.append(flat.view(queries, keys).bool())
+    return found
+
+
+def intervals_of_mask(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the first key that each query sees and the one after its last, [num_tokens] int32; None if a query sees
+    keys with others between them.
+
+    A query that sees no key has an empty interval.
+    """
+    begins, ends = [], []
+    for row in rows:
+        seen, keys = row.int(), row.shape[1]
         count = seen.sum(1)
         if keys:
             begin, end = seen.argmax(1), keys - seen.flip(1).argmax(1)
@@ -74,7 +94,7 @@ def intervals_of_mask(
             return None
         begins.append(begin)
         ends.append(end)
-    none = torch.zeros(0, dtype=torch.int64, device=mask.device)
+    none = torch.zeros(0, dtype=torch.int64, device=rows[0].device if rows else None)
     return torch.cat([none, *begins]).int(), torch.cat([none, *ends]).int()
 
 

@@ -46,6 +46,7 @@ class Wrapper(ABC):
         self._num_rows = 0
         self._page_size = 0
         self._has_sinks = False  # at the last run; a plan with sinks is another one
+        self._extras: tuple[torch.Tensor, ...] = ()  # that the planned mask reads
         self._plans: dict[tuple[AttentionSpec, tuple[int, int, int], bool], Plan] = {}
 
     @property
@@ -179,7 +180,7 @@ class Wrapper(ABC):
                 )
             scoring = scoring.scaled(a.q_scale)
         self._has_sinks = a.sinks is not None
-        return attend(a, cache, self._find_plan(scoring), scoring)
+        return attend(a, cache, self._find_plan(scoring), scoring, self._extras)
 
 
 class PagedWrapper(Wrapper):
@@ -254,7 +255,13 @@ class PagedWrapper(Wrapper):
 
 
 def attend_once(
-    a: Arguments, batch: Batch, cache: PagedKVCache, most_queries: int, most_keys: int, **changed: Any
+    a: Arguments,
+    batch: Batch,
+    cache: PagedKVCache,
+    most_queries: int,
+    most_keys: int,
+    extras: tuple[torch.Tensor, ...] = (),
+    **changed: Any,
 ) -> OutAndLse:
     """Plan and attend; what the arguments do not say of heads and dtypes, `q` and the cache do."""
     q = a.q
@@ -264,10 +271,12 @@ def attend_once(
     scoring = read_scoring(a, **heads, **widths, **dtypes, **changed).scaled(getattr(a, "q_scale", None))
     spec = scoring.spec(getattr(a, "sinks", None) is not None)
     plan = quire.plan(spec, batch, max_query_len=most_queries, max_seq_len=most_keys, num_tokens=len(q))
-    return attend(a, cache, plan, scoring)
+    return attend(a, cache, plan, scoring, extras)
 
 
-def attend(a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring) -> OutAndLse:
+def attend(
+    a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring, extras: tuple[torch.Tensor, ...] = ()
+) -> OutAndLse:
     """Return out, or out and the lse in FlashInfer's base and layout; both are written where the caller says.
 
     Of the arguments, `q` is read, and if there are any, `return_lse`, `sinks`, `out`, `lse`, `lse_base`, `lse_layout`
@@ -312,6 +321,7 @@ def attend(a: Arguments, cache: PagedKVCache, plan: Plan, scoring: Scoring) -> O
         plan,
         sinks=getattr(a, "sinks", None),
         alibi_slopes=alibi_slopes(scoring.num_qo_heads, q.device) if scoring.alibi else None,
+        extras=extras,
         out=into,
         out_scale=torch.full((1,), scale, dtype=torch.float32, device=q.device) if is_e4m3 else None,
         return_lse=wants_lse,

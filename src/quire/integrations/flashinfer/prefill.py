@@ -1,5 +1,7 @@
 """Prefill over pages under FlashInfer's names; any mix with decode is one batch."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn.functional import pad
 
@@ -10,6 +12,7 @@ from quire.integrations.flashinfer.blocks import trtllm_batch_context_with_kv_ca
 from quire.integrations.flashinfer.masks import (
     MOST_QUERIES,
     check_no_window,
+    read_bits,
     read_mask,
     seen_by_mask,
     words_without_mask,
@@ -95,39 +98,44 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         lists, most_keys = self._read_pages(a)
         lengths = lists["seq_lens"]
         most_queries, num_rows = self._read_queries(a.qo_indptr, len(lengths), a.max_token_per_sequence)
-        seen, longest = {}, most_queries
+        seen, extras, longest = {}, (), most_queries
         if reads_masks:
-            seen = self._find_mask(mask, a.qo_indptr, lengths, a.causal)
+            seen, extras = self._find_mask(mask, a.qo_indptr, lengths, a.causal)
+        if extras:
+            scoring = replace(scoring, causal=False, mask=read_bits)
         if "tree_bits" in seen:
             longest = min(most_queries, MOST_QUERIES)
             if self._use_cuda_graph:  # words for the most queries of any plan
                 seen["tree_bits"] = pad(seen["tree_bits"], (0, most_queries - num_rows))
         self._prepare(a, scoring, (longest, most_keys), num_rows, **lists, cu_seqlens_q=a.qo_indptr, **seen)
         self._has_mask, self._causal = mask is not None, a.causal
+        self._extras = tuple(x.to(self.device) for x in extras)
 
     begin_forward = plan
 
     def _find_mask(
         self, mask: torch.Tensor | None, qo_indptr: torch.Tensor, lengths: torch.Tensor, causal: bool
-    ) -> dict[str, torch.Tensor]:
-        """Return what a batch has in place of a mask: a word for each query, or the ends of its interval of keys."""
+    ) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
+        """Return what a batch has in place of a mask, a word for each query or the ends of its interval of keys; or
+        the tensors that the spec's mask reads.
+        """
         if lengths.is_meta:
             raise UnsupportedError("seq_lens must be on a GPU or the CPU where queries have masks, got meta; pass them")
         starts, lens = qo_indptr.tolist(), lengths.tolist()
         if mask is None:
-            return {"tree_bits": words_without_mask(starts, lens, causal)}
+            return {"tree_bits": words_without_mask(starts, lens, causal)}, ()
         return seen_by_mask(mask, starts, lens, trees_alone=self._use_cuda_graph)
 
     def _rescore(self, a: Arguments) -> None:
         self._planned()
-        if self._batch.tree_bits is not None or self._batch.key_begin is not None:
+        if self._batch.tree_bits is not None or self._batch.key_begin is not None or self._extras:
             check_no_window(as_int("window_left", a.window_left))
             if not self._has_mask and a.causal != self._causal:
                 raise ValueError(
                     f"causal must be the planned {self._causal}, got {a.causal}; graphs read what was planned: plan "
                     "again"
                 )
-            a.causal = True  # as planned: the mask says what is seen
+            a.causal = not self._extras  # as planned: the mask says what is seen
         super()._rescore(a)
 
     @PREFILL.accepts(

@@ -8,7 +8,7 @@ from quire import Batch, UnsupportedError
 from quire.integrations.arguments import as_int, check_tensor
 from quire.integrations.flash_attn.kvcache import multiples
 from quire.integrations.flashinfer.arguments import as_tokens, read_cache
-from quire.integrations.flashinfer.masks import check_no_window, read_mask, seen_by_mask
+from quire.integrations.flashinfer.masks import check_no_window, read_bits, read_mask, seen_by_mask
 from quire.integrations.flashinfer.planned import OutAndLse, attend_once
 from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.tables import SINGLE
@@ -51,7 +51,9 @@ def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
     """Attend over a batch of one sequence, without copying anything from the host but a mask."""
     k, v = as_tokens(a.k, a.v, a.kv_layout)
     qo_len, kv_len, device = len(a.q), len(k), a.q.device
-    seen = find_mask(a, qo_len, kv_len) if hasattr(a, "custom_mask") else {}
+    seen, extras = find_mask(a, qo_len, kv_len) if hasattr(a, "custom_mask") else ({}, ())
+    if extras:
+        changed |= {"causal": False, "mask": read_bits}
     seen = {name: x.to(device) for name, x in seen.items()}
     batch = Batch(
         torch.zeros(1, 1, dtype=torch.int32, device=device),
@@ -63,10 +65,10 @@ def attend_one(a: Arguments, **changed: Any) -> OutAndLse:
         tree_bits=seen.get("tree_bits"),
     )
     cache = read_cache(k, v, "THD", k.dtype, a.k_scale, a.v_scale)
-    return attend_once(a, batch, cache, qo_len, kv_len, **changed)
+    return attend_once(a, batch, cache, qo_len, kv_len, tuple(x.to(device) for x in extras), **changed)
 
 
-def find_mask(a: Arguments, qo_len: int, kv_len: int) -> dict[str, torch.Tensor]:
+def find_mask(a: Arguments, qo_len: int, kv_len: int) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, ...]]:
     """Return what the batch has in place of a mask, as `BatchPrefillWithPagedKVCacheWrapper` does."""
     custom_mask = a.custom_mask
     if isinstance(custom_mask, torch.Tensor) and custom_mask.dim() == 2:
@@ -74,7 +76,7 @@ def find_mask(a: Arguments, qo_len: int, kv_len: int) -> dict[str, torch.Tensor]
         custom_mask = custom_mask.flatten()
     mask = read_mask(custom_mask, a.packed_custom_mask)
     if mask is None:
-        return {}
+        return {}, ()
     check_no_window(as_int("window_left", a.window_left))
     if a.pos_encoding_mode == "ALIBI":
         raise UnsupportedError("pos_encoding_mode must be 'NONE' with a mask, got 'ALIBI'; queries share positions")

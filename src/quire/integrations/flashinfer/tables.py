@@ -114,9 +114,9 @@ PREFILL = Table(
 custom_mask_buf: uint8, with `use_cuda_graph`: says that `plan` may be given a mask. Quire needs no memory from it.
     Graphs read the masks from a tensor of the wrapper, which the first `plan` allocates.
 mask_indptr_buf: [batch_size + 1], given with `custom_mask_buf`; Quire needs no memory from it either.
-custom_mask: [sum of qo_len * kv_len] bool, one sequence after the other: which keys each query sees. It is a draft
-    tree (at most 64 queries of a sequence, its last tokens, which see all keys before them), or shows each query one
-    interval of keys. It is read back. There may be more entries.
+custom_mask: [sum of qo_len * kv_len] bool, one sequence after the other: which keys each query sees. It is read back.
+    With `use_cuda_graph`, it is a draft tree (at most 64 queries of a sequence, its last tokens, which see all keys
+    before them). There may be more entries.
 packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.segment_packbits` returns it; `custom_mask`
     is then ignored.
 block_tables (refused): lengths follow from the lists that start with kv_indptr and qo_indptr

@@ -23,6 +23,7 @@ from quire.integrations.sglang.refusals import (
     refuse_options,
     refuse_trees,
 )
+from quire.integrations.sglang.scores import score_of
 from quire.integrations.sglang.steps import Plans, Step, StepMemory, fill_table, with_trees
 from quire.integrations.sglang.trees import Trees, fill_words, has_mask
 
@@ -332,13 +333,16 @@ class QuireBackend(base.AttentionBackend):
         sinks: torch.Tensor | None = None,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
         **others: Any,
     ) -> torch.Tensor:
         """Write the step's keys and values, and attend to the pool."""
-        refuse_arguments(others)
+        refuse_arguments(others | ({"score_mod": score_mod} if self.drafts_branch else {}))
         step = self.forward_metadata
         assert step is not None, "SGLang calls init_forward_metadata first"
-        bound = self.layers.bind(layer, sinks is not None)
+        score, extras = score_of(score_mod, aux_tensors)
+        bound = self.layers.bind(layer, sinks is not None, score)
         if step.captured:
             self.warm_up(bound)
         if save_kv_cache and k is not None and v is not None:
@@ -356,7 +360,7 @@ class QuireBackend(base.AttentionBackend):
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         if q.shape[0] > step.num_tokens:
             out[step.num_tokens :] = 0  # padding
-        quire.attention(queries, bound.pages, plan, sinks=sinks, out=out[: step.num_tokens])
+        quire.attention(queries, bound.pages, plan, sinks=sinks, extras=extras, out=out[: step.num_tokens])
         return out.view(q.shape[0], -1)
 
     def attend_expanded(

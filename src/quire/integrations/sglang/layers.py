@@ -37,12 +37,12 @@ class Layers:
     def __init__(self, pool: Any, page_size: int, dtype: torch.dtype, use_mla: bool, has_window_pool: bool) -> None:
         self.pool, self.page_size, self.dtype = pool, page_size, dtype
         self.use_mla, self.has_window_pool = use_mla, has_window_pool
-        self.bound: dict[tuple[int, bool], Layer] = {}  # by layer and whether it has sinks
+        self.bound: dict[tuple[int, bool, Any], Layer] = {}  # by layer, whether it has sinks, and function on scores
 
-    def bind(self, layer: Any, has_sinks: bool) -> Layer:
+    def bind(self, layer: Any, has_sinks: bool, score: Any = None) -> Layer:
         """Return a layer's spec and its pages, which are views of SGLang's pool."""
         k = self.pool.get_key_buffer(layer.layer_id)  # in every step: it waits for a cache that is being loaded
-        bound = self.bound.get((layer.layer_id, has_sinks))
+        bound = self.bound.get((layer.layer_id, has_sinks, score))
         if bound is not None and bound.address == k.data_ptr():
             return bound
         refuse_layer(layer)
@@ -64,10 +64,11 @@ class Layers:
             softcap=float(layer.logit_cap) or None,
             sinks=has_sinks,
             latent=self.use_mla,
+            score=score,
         )
         in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         pages = self.pages(layer, k, in_window_pool)
-        bound = self.bound[layer.layer_id, has_sinks] = Layer(spec, k.data_ptr(), pages, in_window_pool)
+        bound = self.bound[layer.layer_id, has_sinks, score] = Layer(spec, k.data_ptr(), pages, in_window_pool)
         return bound
 
     def pages(self, layer: Any, k: torch.Tensor, in_window_pool: bool) -> PagedKVCache:
