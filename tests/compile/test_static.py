@@ -22,16 +22,16 @@ TEXT = """
 """
 
 
-def launches_to_compile():
-    """Return each target and case; by default, a target compiles one, and another one each."""
-    for i, target in enumerate(static.CARDS):
-        for j, case in enumerate(static.CASES):
-            yield pytest.param(target, case, marks=[] if j == 2 * i else pytest.mark.extended, id=f"{target}-{case}")
+LAUNCHES = [  # by default, a target compiles one, and another one each
+    pytest.param(target, case, marks=[] if j == 2 * i else pytest.mark.extended, id=f"{target}-{case}")
+    for i, target in enumerate(static.CARDS)
+    for j, case in enumerate(static.CASES)
+]
 
 
 @pytest.mark.one_triton
 @pytest.mark.skipif(triton.__version__ != VERSION, reason=f"the record is of Triton {VERSION}")
-@pytest.mark.parametrize(("target", "case"), launches_to_compile())
+@pytest.mark.parametrize(("target", "case"), LAUNCHES)
 def test_no_kernel_is_worse_than_the_record(target, case):
     assert static.worse(static.make(target, case), KNOWN[f"{target} | {case}"]) == []
 
