@@ -1,4 +1,4 @@
-"""What the compiler makes of attention for GPUs that nobody here can run: against a record, which a page shows.
+"""What the compiler makes of attention for GPUs that no one here can run: against a record, which a page shows.
 
     python -m tests.compile.static                   # compile, and print what differs from the record; some minutes
     python -m tests.compile.static --write           # write the record and docs/results/targets.md again

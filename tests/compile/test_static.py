@@ -1,4 +1,4 @@
-"""What the compiler makes for GPUs that nobody here can run is no worse than the record, which a page shows."""
+"""What the compiler makes for GPUs that no one here can run is no worse than the record, which a page shows."""
 
 import json
 from dataclasses import replace
