@@ -78,6 +78,16 @@ GROUPS = {
             "kernels/test_append.py",
         ),
     ),
+    "kernels/schedule.py": Judges(
+        True,
+        (
+            "kernels/test_schedule.py",
+            "kernels/test_cuts.py::test_those_row_blocks_are_cut_that_were",
+            "kernels/test_order_of_work_tiles.py",
+            "kernels/test_work_tile.py",
+            "kernels/test_mla_schedule.py",
+        ),
+    ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
     "kernels/gluon/*.py": Judges(
         True,
