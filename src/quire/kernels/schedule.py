@@ -342,6 +342,7 @@ def keys_of_intervals(lengths, token, q_start, q_len, seq_len, block_t, TOKENS: 
 def visible_keys(sequence, row_block, causal, U: tl.constexpr):
     """Return how many keys of a `Sequence` of latents, or of each of a vector of sequences, its row block sees."""
     seq_len, _, q_len, first_pos = sequence
+    # As `keys_of_band` has it, with additions in another order. The kernels that attend to latents compute it too.
     last_token = tl.minimum((row_block * U.BLOCK_M + U.BLOCK_M - 1) // U.GROUP, q_len - 1)
     visible = tl.where(causal, tl.minimum(first_pos + last_token + 1, seq_len), seq_len)
     return tl.maximum(visible, 0)
@@ -692,8 +693,13 @@ def mla_schedule_kernel(
         store_fields(cuts_ptr + (row_block * num_cuts + index) * CUT_FIELDS, cut)
 
 
-# An order of row blocks, of which some are cut by keys. The host knows bounds, not lengths. It says how many slots
-# there are, and what does not fit is not cut.
+# An order of row blocks, of which some are cut by keys.
+#
+# The last row blocks of a sequence come first, since they see the most keys. Where a work tile is a large part of a
+# program's work, the sequence with the most keys comes first. Where a row block sees more tiles than a program's share,
+# other programs would wait for the one that attends to it: the last row blocks of such sequences have 2, 4 or 8 splits.
+# That of a sequence with one row block has up to 32, since its partials have few rows. The host knows bounds, not
+# lengths. It says how many slots there are, and what does not fit is not cut.
 
 
 @triton.jit
