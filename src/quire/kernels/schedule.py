@@ -182,7 +182,7 @@ def store_fields(at, fields, mask=None):
 
 @triton.jit
 def load_fields(at, NUMBER: tl.constexpr):
-    """Return the first fields of a record. Of those that nobody reads, no load is left."""
+    """Return the first fields of a record. The compiler leaves out loads of those that a kernel does not use."""
     fields = ()
     for i in tl.static_range(NUMBER):
         fields = fields + (tl.load(at + i),)
