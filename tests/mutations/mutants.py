@@ -252,13 +252,13 @@ IN_INTERPRETER = {
         SPLITS,
         "stop = high - (end_place + overhead)",
         "stop = high - end_place",
-        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[5]",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[7]",
     ),
     "Hopper: splits of a row block have the slots of another": Mutant(
         SPLITS,
         "first_slot = of_slots + (((in_cut >> of_place) * head_blocks) << of_place)",
         "first_slot = of_slots + (in_cut >> of_place << of_place)",
-        SCHEDULE + "an_order_of_row_blocks_has_each_visible_tile_once",
+        SCHEDULE + "an_order_of_row_blocks_has_each_visible_tile_once[5]",
     ),
     "a partition cut short": Mutant(
         SPLITS,
