@@ -11,7 +11,8 @@ BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 RULES = INTERVALS + "every_rule_is_as_a_plain_program_says"
 LONG = ATTENTION + "splits_of_long_sequences"
-SCHEDULE = "kernels/test_schedule.py::test_"
+SPLITS, SCHEDULE = "kernels/schedule.py", "kernels/test_schedule.py::test_"
+PARTS = SCHEDULE + "equal_partitions_of_a_batch_have_each_visible_tile_once"
 STALE = SCHEDULE + "a_stale_schedule_gives_the_right_result_or_nan"
 FOUND_AGAIN = SCHEDULE + "a_schedule_is_found_once_and_again_after_a_write_or_in_a_capture"
 BY_A_SECOND_LAUNCH = (
@@ -29,7 +30,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
-ROW_BLOCKS, PARTIALS, CUT = "kernels/hopper/schedule.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+PARTIALS, CUT = "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -180,7 +181,7 @@ IN_INTERPRETER = {
     ),
     # sequences without queries
     "keys of sequences without queries read": Mutant(
-        "kernels/portable/schedule.py",
+        SPLITS,
         "kv_stop = tl.where(q_len > 0, kv_stop, 0)",
         "pass",
         "kernels/test_idle_rows.py",
@@ -247,24 +248,36 @@ IN_INTERPRETER = {
     "a partial forgotten": Mutant(
         "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
+    "MLA: a sequence has no time to begin": Mutant(
+        SPLITS,
+        "stop = high - (end_place + overhead)",
+        "stop = high - end_place",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[7]",
+    ),
+    "Hopper: splits of a row block have the slots of another": Mutant(
+        SPLITS,
+        "first_slot = of_slots + (((in_cut >> of_place) * head_blocks) << of_place)",
+        "first_slot = of_slots + (in_cut >> of_place << of_place)",
+        SCHEDULE + "an_order_of_row_blocks_has_each_visible_tile_once[5]",
+    ),
     "a partition cut short": Mutant(
-        "kernels/portable/schedule.py",
-        "high = tl.minimum(low + size, total)",
-        "high = tl.minimum(low + size, total - 1)",
+        SPLITS,
+        "low = index * size\n        high = tl.minimum(low + size, total)",
+        "low = index * size\n        high = tl.minimum(low + size, total - 1)",
         LONG + "[7]",
     ),
     "sequences found one too late": Mutant(
-        "kernels/portable/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
+        SPLITS, "seq_unit, ends, ends <= unit)", "seq_unit, ends, ends < unit)", LONG + "[7]"
     ),
     "sequences of another launch in a partition": Mutant(
-        "kernels/portable/schedule.py",
+        SPLITS,
         "ours & (sequences.q_len >= U.MIN_QUERIES)",
         "ours",
-        SCHEDULE + "each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots[4]",
+        PARTS + "[15]",
     ),
     "the last row blocks of a sequence are those of another length": Mutant(
-        "kernels/portable/schedule.py",
-        "tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)",
+        SPLITS,
+        "tl.where(is_last & (last_unit + last_units == high), NO_END, last_block)",
         "last_block",
         SCHEDULE + "queries_may_move_between_sequences_under_a_schedule",
     ),
@@ -326,9 +339,9 @@ IN_INTERPRETER = {
         "kernels/test_invariance.py",
     ),
     "the last partial of a second launch left out": Mutant(
-        "kernels/portable/schedule.py",
-        "number = (unit + num_units - 1) // size - first_partition + 1",
-        "number = (unit + num_units - 1) // size - first_partition",
+        SPLITS,
+        "(unit + num_units - 1) // size - first + 1",
+        "(unit + num_units - 1) // size - first",
         BY_A_SECOND_LAUNCH + "[decode-True]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
@@ -547,7 +560,7 @@ IN_INTERPRETER = {
         ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
     ),
     "Hopper: partials past the scratch": Mutant(
-        ROW_BLOCKS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
+        SPLITS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
@@ -769,19 +782,19 @@ OUTSIDE = {
     ),
     # hopper/, and what only a compiler sees
     "Hopper: splits overlap": Mutant(
-        "kernels/hopper/work_tile.py",
+        SPLITS,
         "(stop - start) * (split + 1) // num_splits",
         "(stop - start) * (split + 1) // num_splits + 1",
         SCHEDULER,
     ),
     "Hopper: the last tile forgotten": Mutant(
-        "kernels/hopper/work_tile.py",
+        SPLITS,
         "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)",
         "kv_stop // BLOCK_N, start + 1)",
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
+        SPLITS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
     "workspace_size without the most partitions": Mutant(
         "compile_ahead/launches.py",

@@ -4,7 +4,7 @@ A latent tile is loaded once, as two tensors: c [BLOCK_N, RANK] and the rotary c
 `q_nope cᵀ + q_pe rᵀ`, and the output is the probabilities times the same c.
 
 Grid: [num_partitions * ROW_BLOCKS]. A band is ROW_BLOCKS row blocks of one sequence, BLOCK_M rows each. The tiles of
-the batch are cut into equal partitions, sequence after sequence and band after band (`portable/schedule.py`). Every
+the batch are cut into equal partitions, sequence after sequence and band after band (`schedule.py`). Every
 partition is run by ROW_BLOCKS adjacent programs, one for each row block. They run at the same time and read the same
 tiles, so device memory is read once and the other reads hit L2.
 
@@ -21,7 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels import mods
 from quire.kernels.portable.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.portable.schedule import (
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
+from quire.kernels.schedule import (
     Sequence,
     Units,
     is_as_planned,
@@ -31,7 +32,6 @@ from quire.kernels.portable.schedule import (
     span,
     units_here,
 )
-from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
 from quire.kernels.states import LOG2E, Outputs, add_product, combine, store_result
 
 
