@@ -154,7 +154,9 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> "Traced":
         if method != "__call__" or options or ufunc.nout != 1 or ufunc.signature is not None:
             raise TypeError(f"{ufunc.__name__}.{method} is not traced")
-        return apply(ufunc, *map(traced, inputs))
+        # NumPy takes a number for one of the other operand's dtype.
+        dtype = next(x.dtype for x in inputs if isinstance(x, Traced))
+        return apply(ufunc, *(traced(np.asarray(x, dtype) if isinstance(x, int | float) else x) for x in inputs))
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         if function not in FUNCTIONS:
@@ -182,7 +184,7 @@ def apply(ufunc: np.ufunc, *inputs: Traced) -> Traced:
     of_all = known[0] & known[1] if len(inputs) == 2 else known[0].copy()
     ordered = [np.minimum(*trees), np.maximum(*trees)] if name in COMMUTATIVE else trees
     result = node(tag(name, values.dtype.str), *ordered)
-    if name in RULES and not of_all.all():
+    if name in RULES and inputs[0].dtype.kind == "f" and not of_all.all():
         result, values, of_all = result.copy(), values.copy(), of_all.copy()
         operands = [np.broadcast_to(x.values, shape) for x in inputs]
         RULES[name](Operation(values, result, of_all, operands, trees, known))
@@ -245,7 +247,7 @@ def where(condition: Any, a: Any, b: Any) -> Traced:
     """Select; where the condition is not known, the tree has the condition and both operands."""
     c, a, b = traced(condition), traced(a), traced(b)
     values = np.where(c.values, a.values, b.values)
-    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    a, b = a.astype(values.dtype), b.astype(values.dtype)
     either = node(tag("where"), *np.broadcast_arrays(c.trees, a.trees, b.trees))
     trees = np.where(c.known, np.where(c.values, a.trees, b.trees), np.where(a.trees == b.trees, a.trees, either))
     known = np.where(c.known, np.where(c.values, a.known, b.known), a.known & b.known & (a.trees == b.trees))

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import quire
+from quire.dispatch.constants import forget
 from quire.dispatch.request import Options
 from quire.kernels import choose, formats, scratch
 from quire.kernels.portable import variants
+from quire.kernels.portable.launch import PortableLaunch
 from quire.testing import Problem, make_problem
 from tests.proof.arrays import leaves, node, tag
 from tests.proof.tracer import Tracer
@@ -131,13 +133,16 @@ class Composition:
 def small_tiles(split: int, config: str) -> Iterator[None]:
     """In this context, batch-invariant plans have splits of `split` keys, and tiles as `config` names them.
 
-    Those of more rows follow from it as they do from the table's.
+    Those of more rows follow from it as they do from the table's. A program of the second launch loads four states at
+    a time, in place of 8 or 32.
     """
-    from quire.dispatch.constants import forget
+    constexprs = PortableLaunch.combine_constexprs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "FIXED_SPLIT_SIZE", split)
+        patch.setattr(variants, "SMALL", 0)  # no other tiles for narrow heads of 8 bits
         patch.setattr(variants, "INVARIANT", {size: {512: config} for size in (1, 2, 4)})
+        patch.setattr(PortableLaunch, "combine_constexprs", lambda launch: constexprs(launch) | {"AHEAD": 4})
         variants.invariant_configs.cache_clear()
         forget()
         yield

@@ -1,0 +1,156 @@
+"""A token's result in a batch-invariant plan is one expression of float operations, in whatever batch it is computed.
+
+The expressions are traced out of the jitted kernels (tests/proof). docs/proof.md says what follows from this, and under
+which assumptions.
+"""
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+import quire
+from quire.dispatch.request import cdiv
+from tests.extended import extended
+from tests.proof.compositions import Composition, Piece, World, small_tiles
+
+GPU = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.one_triton,
+    pytest.mark.triton,
+    pytest.mark.skipif(GPU, reason="traces what Triton's interpreter computes"),
+]
+HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float16}
+SPLIT, TILES = 32, "16x16 w4 s3 p2"  # two tiles a split
+
+
+@pytest.fixture(autouse=True)
+def tiles(request):
+    """Small splits and tiles, unless a test asks for others."""
+    split, config = getattr(request, "param", (SPLIT, TILES))
+    with small_tiles(split, config):
+        yield
+
+
+def in_one_prompt(world, seq=0):
+    """Return the trees of a sequence's tokens in one prompt, which is cut nowhere, with tiles of 16 rows."""
+    composition = Composition(world, [Piece(seq, 0, world.problem.seq_lens[seq])])
+    launch = next(iter(composition.launches().values()))
+    assert not launch.num_partitions and launch.config.block_m == 16
+    return [trees for _, _, trees in composition.by_token(launch)]
+
+
+def assert_equal(composition, launch, expected, what):
+    """Fail unless each token of the first sequence has the trees that are expected of it."""
+    tokens = [(at, trees) for seq, at, trees in composition.by_token(launch) if seq == 0]
+    assert tokens
+    different = sorted({at for at, trees in tokens if not np.array_equal(trees, expected[at])})
+    assert not different, f"{what}: tokens {different} have other trees than in one prompt"
+
+
+CONTEXT = 50
+CHUNKS = {
+    "decode": ([Piece(0, at, at + 1) for at in (0, 15, 16, 31, 32, 47, 48, 49)], ("whole", "cut", "joined")),
+    "chunks": ([Piece(0, start, stop) for start, stop in combinations((0, 1, 31, 33, 48, 50), 2)], ("whole", "cut")),
+    "drafts": ([Piece(0, stop - count, stop) for stop in (8, 33, 50) for count in (2, 5)], ("cut", "joined")),
+}
+ALL = [Piece(0, start, stop) for start, stop in combinations(range(CONTEXT + 1), 2)], ("whole", "cut", "joined")
+
+
+@pytest.mark.parametrize("pieces, uses", [*CHUNKS.values(), extended(*ALL)], ids=[*CHUNKS, "all"])
+def test_every_cut_of_a_context_into_chunks_has_one_tree(pieces, uses):
+    """A token's launch has one chunk of its context, and any others. The 1,275 chunks make 2^49 cuts of a context."""
+    world = World.make(quire.AttentionSpec(**HEADS), (CONTEXT,))
+    expected = in_one_prompt(world)
+    for first in range(0, len(pieces), 60):
+        composition = Composition(world, pieces[first : first + 60])
+        for name, launch in composition.launches().items():
+            if name.split()[-1] in uses:
+                assert_equal(composition, launch, expected, name)
+
+
+def partitions_of(composition, launch, size):
+    """Return the launch with so many partitions that each has `size` splits; None if no number gives that."""
+    block_m, group = launch.config.block_m, composition.world.problem.spec.group_size
+    units = sum(cdiv((p.stop - p.start) * group, block_m) * cdiv(p.stop, SPLIT) for p in composition.pieces)
+    number = cdiv(units, size)
+    return replace(launch, num_partitions=number) if cdiv(units, number) == size else None
+
+
+@pytest.mark.parametrize("use", ["cut", "joined"])
+def test_every_cut_of_splits_into_partitions_has_one_tree(use):
+    """One piece has four splits. Sequences before it decide in which of them a partition begins."""
+    world = World.make(quire.AttentionSpec(**HEADS), (4 * SPLIT, SPLIT))
+    expected, borders = in_one_prompt(world), set()
+    for before in range(4):
+        for queries in (1, 3):
+            pieces = [Piece(1, SPLIT - 1, SPLIT)] * before + [Piece(0, 4 * SPLIT - queries, 4 * SPLIT)]
+            for size in range(1, 6):
+                for after in range(size):
+                    composition = Composition(world, pieces + [Piece(1, 3, 4)] * after)
+                    launch = partitions_of(composition, composition.launches()[f"portable {TILES} {use}"], size)
+                    if launch is None:
+                        continue
+                    cuts = tuple(at - before for at in range(size, before + 4, size) if at > before)
+                    if (cuts, queries) in borders:
+                        break
+                    borders.add((cuts, queries))
+                    assert_equal(composition, launch, expected, f"{launch}")
+                    break
+    for queries in (1, 3):
+        assert {cuts for cuts, each in borders if each == queries} == {(), (1,), (2,), (3,), (1, 3), (1, 2, 3)}
+
+
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 40},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 20.0},
+    "alibi": {"alibi": True},
+    "several heads": {"num_q_heads": 6, "num_kv_heads": 2},
+    "two panels": {"head_dim": 24, "head_dim_v": 40},
+    "float32": {"dtype": torch.float32},
+    "int8": {"kv_dtype": torch.int8},
+    "fp8 in pairs": {"kv_dtype": torch.float8_e4m3fn, "head_dim": 32},
+    "fp8": {"kv_dtype": torch.float8_e5m2},
+}
+OPTIONS = {"int8": {"scales": "token"}}
+
+
+def random_pieces(random, lengths, tokens):
+    """Return pieces of the first sequence that are made of all `tokens`, and pieces of others among them."""
+    first, last = tokens
+    borders = sorted({first, last, *random.integers(first, last + 1, random.integers(0, 4)).tolist()})
+    pieces = [Piece(0, start, stop) for start, stop in zip(borders, borders[1:])]
+    for _ in range(random.integers(0, 4)):
+        seq = int(random.integers(1, len(lengths)))
+        start = int(random.integers(0, lengths[seq]))
+        pieces.append(Piece(seq, start, int(random.integers(start + 1, lengths[seq] + 1))))
+    return [pieces[i] for i in random.permutation(len(pieces))]
+
+
+def check_random(features, seed, count, kinds):
+    random = np.random.default_rng(seed)
+    spec, lengths = quire.AttentionSpec(**HEADS | FEATURES[features]), (100, 45, 7)
+    world = World.make(spec, lengths, seed=seed, **OPTIONS.get(features, {}))
+    tokens = 70, 100
+    expected = in_one_prompt(world)
+    launched = set()
+    for i in range(count):
+        composition = Composition(world.elsewhere(seed + i), random_pieces(random, lengths, tokens))
+        launches = composition.launches()
+        for name in random.permutation(list(launches))[:kinds]:
+            launch = launches[name]
+            if launch.num_partitions:
+                launch = replace(launch, num_partitions=int(random.integers(1, 9)))
+            assert_equal(composition, launch, expected, f"{features}, seed {seed}, {i}: {composition.pieces}, {launch}")
+            launched.add(name)
+    return launched
+
+
+@pytest.mark.parametrize("features", FEATURES)
+def test_random_batches_have_the_trees_of_one_prompt(features):
+    """Other sequences, pages, chunks, drafts, launches and partitions."""
+    check_random(features, 1, 2, 2)
