@@ -5,7 +5,7 @@ which assumptions.
 """
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import quire
 from quire.dispatch.request import cdiv
 from tests.extended import extended
 from tests.proof.compositions import Composition, Piece, World, small_tiles
+from tests.proof.table import Table
 
 GPU = torch.cuda.is_available()
 pytestmark = [
@@ -24,6 +25,7 @@ pytestmark = [
 ]
 HEADS = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float16}
 SPLIT, TILES = 32, "16x16 w4 s3 p2"  # two tiles a split
+SIZES = TILES, "32x16 w4 s3u p2"
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +33,18 @@ def tiles(request):
     """Small splits and tiles, unless a test asks for others."""
     split, config = getattr(request, "param", (SPLIT, TILES))
     with small_tiles(split, config):
-        yield
+        yield split, config
 
 
-def in_one_prompt(world, seq=0):
-    """Return the trees of a sequence's tokens in one prompt, which is cut nowhere, with tiles of 16 rows."""
-    composition = Composition(world, [Piece(seq, 0, world.problem.seq_lens[seq])])
+def in_one_chunk(world, start=0):
+    """Return the trees of the first sequence's tokens by position, of one chunk from `start` to the end.
+
+    It is cut nowhere, and its tiles have 16 rows.
+    """
+    composition = Composition(world, [Piece(0, start, world.problem.seq_lens[0])])
     launch = next(iter(composition.launches().values()))
     assert not launch.num_partitions and launch.config.block_m == 16
-    return [trees for _, _, trees in composition.by_token(launch)]
+    return {at: trees for _, at, trees in composition.by_token(launch)}
 
 
 def assert_equal(composition, launch, expected, what):
@@ -47,7 +52,7 @@ def assert_equal(composition, launch, expected, what):
     tokens = [(at, trees) for seq, at, trees in composition.by_token(launch) if seq == 0]
     assert tokens
     different = sorted({at for at, trees in tokens if not np.array_equal(trees, expected[at])})
-    assert not different, f"{what}: tokens {different} have other trees than in one prompt"
+    assert not different, f"{what}: tokens {different} have other trees than in one chunk"
 
 
 CONTEXT = 50
@@ -63,7 +68,7 @@ ALL = [Piece(0, start, stop) for start, stop in combinations(range(CONTEXT + 1),
 def test_every_cut_of_a_context_into_chunks_has_one_tree(pieces, uses):
     """A token's launch has one chunk of its context, and any others. The 1,275 chunks make 2^49 cuts of a context."""
     world = World.make(quire.AttentionSpec(**HEADS), (CONTEXT,))
-    expected = in_one_prompt(world)
+    expected = in_one_chunk(world)
     for first in range(0, len(pieces), 60):
         composition = Composition(world, pieces[first : first + 60])
         for name, launch in composition.launches().items():
@@ -74,33 +79,56 @@ def test_every_cut_of_a_context_into_chunks_has_one_tree(pieces, uses):
 def partitions_of(composition, launch, size):
     """Return the launch with so many partitions that each has `size` splits; None if no number gives that."""
     block_m, group = launch.config.block_m, composition.world.problem.spec.group_size
-    units = sum(cdiv((p.stop - p.start) * group, block_m) * cdiv(p.stop, SPLIT) for p in composition.pieces)
+    split = launch.fixed_split_size
+    units = sum(cdiv((p.stop - p.start) * group, block_m) * cdiv(p.stop, split) for p in composition.pieces)
     number = cdiv(units, size)
     return replace(launch, num_partitions=number) if cdiv(units, number) == size else None
 
 
 @pytest.mark.parametrize("use", ["cut", "joined"])
-def test_every_cut_of_splits_into_partitions_has_one_tree(use):
+@pytest.mark.parametrize("tiles", [(2 * SPLIT, "16x32 w4 s3 p2")], indirect=True, ids=["four sums"])
+def test_every_cut_of_splits_into_partitions_has_one_tree(use, tiles):
     """One piece has four splits. Sequences before it decide in which of them a partition begins."""
-    world = World.make(quire.AttentionSpec(**HEADS), (4 * SPLIT, SPLIT))
-    expected, borders = in_one_prompt(world), set()
-    for before in range(4):
-        for queries in (1, 3):
-            pieces = [Piece(1, SPLIT - 1, SPLIT)] * before + [Piece(0, 4 * SPLIT - queries, 4 * SPLIT)]
-            for size in range(1, 6):
-                for after in range(size):
-                    composition = Composition(world, pieces + [Piece(1, 3, 4)] * after)
-                    launch = partitions_of(composition, composition.launches()[f"portable {TILES} {use}"], size)
-                    if launch is None:
-                        continue
-                    cuts = tuple(at - before for at in range(size, before + 4, size) if at > before)
-                    if (cuts, queries) in borders:
-                        break
-                    borders.add((cuts, queries))
-                    assert_equal(composition, launch, expected, f"{launch}")
-                    break
-    for queries in (1, 3):
-        assert {cuts for cuts, each in borders if each == queries} == {(), (1,), (2,), (3,), (1, 3), (1, 2, 3)}
+    split, config = tiles
+    end = 4 * split - 5
+    world = World.make(quire.AttentionSpec(**HEADS), (end, 10))
+    expected, found = in_one_chunk(world, end - 8), {}
+    for size, before, after in product(range(1, 5), range(4), range(4)):
+        queries = 1 + 2 * (before % 2)
+        one = Piece(1, 3, 4)
+        composition = Composition(world, [one] * before + [Piece(0, end - queries, end)] + [one] * after)
+        cuts = tuple(at - before for at in range(size, before + 4, size) if at > before)
+        launch = partitions_of(composition, composition.launches()[f"portable {config} {use}"], size)
+        if launch is not None and queries not in found.setdefault(cuts, set()):
+            assert_equal(composition, launch, expected, f"{cuts}, {launch}")
+            found[cuts].add(queries)
+    assert set(found) == {(), (1,), (2,), (3,), (1, 3), (1, 2, 3)} and {1, 3} in found.values()
+
+
+SOME_BORDERS = 0, 33, 70
+MANY_BORDERS = 0, 1, 7, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 70
+
+
+@pytest.mark.parametrize(
+    "borders, sizes, uses, count",
+    [
+        (SOME_BORDERS, SIZES[:1], ("whole", "cut"), 20_000),
+        extended(MANY_BORDERS, SIZES, ("whole", "cut", "joined"), 1_000_000),
+    ],
+    ids=["some", "a million"],
+)
+def test_random_compositions_have_the_trees_of_row_blocks_that_were_traced(borders, sizes, uses, count):
+    """Each row block of each chunk is traced once for each of the places where partitions may cut it.
+
+    A million compositions take ten minutes: those of tracing 5,000 row blocks, in the launches of two heights of tiles.
+    """
+    world = World.make(quire.AttentionSpec(**HEADS), (borders[-1], SPLIT))
+    names = [f"portable {size} {use}" for size in sizes for use in uses]
+    table = Table(world, borders, names, SPLIT, in_one_chunk(world))
+    assert table.differing() == 0
+    judged, row_blocks, failed = table.judge(count, seed=1)
+    print(f"{table.size} row blocks were traced; {judged} compositions have {row_blocks}")
+    assert judged == count and failed == 0
 
 
 FEATURES = {
@@ -136,7 +164,7 @@ def check_random(features, seed, count, kinds):
     spec, lengths = quire.AttentionSpec(**HEADS | FEATURES[features]), (100, 45, 7)
     world = World.make(spec, lengths, seed=seed, **OPTIONS.get(features, {}))
     tokens = 70, 100
-    expected = in_one_prompt(world)
+    expected = in_one_chunk(world, tokens[0])
     launched = set()
     for i in range(count):
         composition = Composition(world.elsewhere(seed + i), random_pieces(random, lengths, tokens))
@@ -151,6 +179,6 @@ def check_random(features, seed, count, kinds):
 
 
 @pytest.mark.parametrize("features", FEATURES)
-def test_random_batches_have_the_trees_of_one_prompt(features):
+def test_random_batches_have_the_trees_of_one_chunk(features):
     """Other sequences, pages, chunks, drafts, launches and partitions."""
     check_random(features, 1, 2, 2)
