@@ -234,7 +234,15 @@ def test_values_are_those_of_the_interpreter_and_trees_do_not_depend_on_them():
 
 def test_an_array_never_loses_its_trees_silently():
     x = Traced(np.ones(4, np.float32), leaves("x", (4,)), np.zeros(4, bool))
-    for lose in (np.asarray, np.cumsum, np.sin(x).__array__, lambda x: np.add.reduce(x), float, np.linalg.norm, np.ones(4).dot):
+    for lose in (
+        np.asarray,
+        np.cumsum,
+        np.sin(x).__array__,
+        lambda x: np.add.reduce(x),
+        float,
+        np.linalg.norm,
+        np.ones(4).dot,
+    ):
         with pytest.raises(TypeError):
             lose(x) if lose is not np.sin(x).__array__ else lose()
     with pytest.raises(TypeError):

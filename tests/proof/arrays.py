@@ -256,7 +256,9 @@ def where(condition: Any, a: Any, b: Any) -> Traced:
 
 def fma(x: Any, y: Any, z: Any, values: np.ndarray) -> Traced:
     """Return x * y + z, rounded once, whose values are given."""
-    x, y, z = (Traced(*(np.broadcast_to(p, values.shape).copy() for p in (e.values, e.trees, e.known))) for e in (x, y, z))
+    x, y, z = (
+        Traced(*(np.broadcast_to(p, values.shape).copy() for p in (e.values, e.trees, e.known))) for e in (x, y, z)
+    )
     product, one = x * y, (y.known & (y.values == 1)) | (x.known & (x.values == 1))
     plain = product.known & (product.values == 0) | one
     trees = node(tag("fma", values.dtype.str), np.minimum(x.trees, y.trees), np.maximum(x.trees, y.trees), z.trees)
@@ -318,7 +320,9 @@ def joining(function: Callable[..., np.ndarray]) -> Callable[..., Traced]:
 
     def join(parts: Any, *args: Any, **options: Any) -> Traced:
         whole = [traced(part) for part in parts]
-        return Traced(*(function([getattr(x, n) for x in whole], *args, **options) for n in ("values", "trees", "known")))
+        return Traced(
+            *(function([getattr(x, n) for x in whole], *args, **options) for n in ("values", "trees", "known"))
+        )
 
     return join
 

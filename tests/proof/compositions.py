@@ -1,4 +1,4 @@
-"""Compositions: the tokens of some sequences in one launch of a batch-invariant plan, and the trees of their results."""
+"""Compositions: tokens of some sequences in one launch of a batch-invariant plan, and the trees of their results."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from quire.kernels import choose, formats, scratch
 from quire.kernels.portable import variants
 from quire.kernels.portable.launch import PortableLaunch
 from quire.testing import Problem, make_problem
-from tests.proof.arrays import leaves, node, tag
+from tests.proof.arrays import leaves
 from tests.proof.tracer import Tracer
 
 
@@ -43,13 +43,28 @@ class World:
         """Return the same sequences with their keys in other pages."""
         problem = self.problem
         count = problem.cache.k.shape[0]
-        order = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.from_numpy(np.random.default_rng(seed).permutation(count - 1))])
+        order = torch.cat(
+            [
+                torch.zeros(1, dtype=torch.int64),
+                1 + torch.from_numpy(np.random.default_rng(seed).permutation(count - 1)),
+            ]
+        )
         place = torch.empty_like(order)
         place[order] = torch.arange(count)
         table = problem.batch.page_table
         batch = replace(problem.batch, page_table=torch.where(table < 0, table, place[table.long()].to(table.dtype)))
-        per_page = [name for name in ("k", "v", "k_scale", "v_scale") if name in self.trees and self.trees[name].shape[0] == count]
-        cache = replace(problem.cache, **{name: formats.as_bytes(getattr(problem.cache, name))[order].view(getattr(problem.cache, name).dtype) for name in per_page})
+        per_page = [
+            name
+            for name in ("k", "v", "k_scale", "v_scale")
+            if name in self.trees and self.trees[name].shape[0] == count
+        ]
+        cache = replace(
+            problem.cache,
+            **{
+                name: formats.as_bytes(getattr(problem.cache, name))[order].view(getattr(problem.cache, name).dtype)
+                for name in per_page
+            },
+        )
         trees = self.trees | {name: self.trees[name][order.numpy()] for name in per_page}
         return World(replace(problem, batch=batch, cache=cache), trees)
 
@@ -102,7 +117,7 @@ class Composition:
         return choose.variants(self.plan.launch.request, Options(batch_invariant=True))[0]
 
     def trees(self, launch: Any) -> np.ndarray:
-        """Return the trees of the results of each token, [tokens, heads, head_dim_v + 1]; the last one is of the lse."""
+        """Return the trees of the results of each token, [tokens, heads, head_dim_v + 1]; the last is of the lse."""
         problem, spec = self.world.problem, self.world.problem.spec
         q, shape = problem.q[self.rows], (len(self.rows), spec.num_q_heads, spec.head_dim_v)
         out, lse = torch.full(shape, float("nan"), dtype=spec.dtype), torch.full(shape[:2], float("nan"))

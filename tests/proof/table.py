@@ -2,7 +2,7 @@
 
 A program attends with one row block after the other. What it adds up for one depends on the chunk, on which of the
 chunk's row blocks it is, and on where partitions cut the row block's splits. So each such row block is traced once. The
-cuts of a random batch are computed by the functions that the schedule's kernel itself calls, for many batches at a time.
+cuts of a random batch are computed by the functions that the schedule's kernel calls, for many batches at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,9 @@ def on_lanes(kernel: Any, inputs: Sequence[np.ndarray], outputs: int, *numbers: 
     """Run a kernel on vectors of numbers; return what it writes."""
     count = inputs[0].size
     room = cdiv(count, LANES) * LANES
-    given = [torch.from_numpy(np.pad(x.reshape(-1).astype(np.int32), (0, room - count), constant_values=1)) for x in inputs]
+    given = [
+        torch.from_numpy(np.pad(x.reshape(-1).astype(np.int32), (0, room - count), constant_values=1)) for x in inputs
+    ]
     found = [torch.zeros(room, dtype=torch.int32) for _ in range(outputs)]
     kernel[(room // LANES,)](*given, *found, *numbers, LANES)
     return [x[:count].numpy().reshape(inputs[0].shape).astype(np.int64) for x in found]

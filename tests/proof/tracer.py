@@ -144,7 +144,9 @@ def untraced(handle: TensorHandle) -> TensorHandle:
 
 def dot(real: Any) -> Any:
     def create_dot(builder: Any, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *rest: Any) -> TensorHandle:
-        values = np.einsum("ik,kj->ij", *(traced(x.data).values.astype(np.float32) for x in (a, b))) + untraced(acc).data
+        values = (
+            np.einsum("ik,kj->ij", *(traced(x.data).values.astype(np.float32) for x in (a, b))) + untraced(acc).data
+        )
         return TensorHandle(arrays.dot(a.data, b.data, acc.data, values), acc.dtype.scalar)
 
     return create_dot
