@@ -14,7 +14,7 @@ import torch
 import quire
 from quire.dispatch.request import cdiv
 from tests.extended import extended
-from tests.proof.compositions import Composition, Piece, World, small_tiles
+from tests.proof.compositions import Composition, Piece, World, real_tiles, small_tiles
 from tests.proof.table import Table
 
 GPU = torch.cuda.is_available()
@@ -53,6 +53,22 @@ def assert_equal(composition, launch, expected, what):
     assert tokens
     different = sorted({at for at, trees in tokens if not np.array_equal(trees, expected[at])})
     assert not different, f"{what}: tokens {different} have other trees than in one chunk"
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_tree_has_the_keys_that_its_token_sees_and_no_others(window):
+    """A key or a value by another name changes the trees of the tokens that see it, and of no others."""
+    world = World.make(quire.AttentionSpec(**HEADS, sliding_window=window), (40, 20))
+    before = in_one_chunk(world)
+    for name, key in (("k", 33), ("v", 5)):
+        page, slot = world.problem.batch.page_table[0, key // 16], key % 16
+        renamed = world.trees[name].copy()
+        renamed[page, slot] += np.uint64(1)
+        after = in_one_chunk(World(world.problem, world.trees | {name: renamed}))
+        changed = {at for at in range(40) if (before[at] != after[at])[:, :-1].all()}
+        assert changed == {at for at in range(key, 40) if window is None or at - key < window}
+        assert all(at in changed or np.array_equal(before[at], after[at]) for at in range(40))
+        assert all((before[at][:, -1] != after[at][:, -1]).all() == (name == "k") for at in changed)  # of the lse
 
 
 CONTEXT = 50
@@ -143,8 +159,9 @@ FEATURES = {
     "int8": {"kv_dtype": torch.int8},
     "fp8 in pairs": {"kv_dtype": torch.float8_e4m3fn, "head_dim": 32},
     "fp8": {"kv_dtype": torch.float8_e5m2},
+    "intervals": {},
 }
-OPTIONS = {"int8": {"scales": "token"}}
+OPTIONS = {"int8": {"scales": "token"}, "intervals": {"per_token": quire.intervals.causal}}
 
 
 def random_pieces(random, lengths, tokens):
@@ -182,3 +199,48 @@ def check_random(features, seed, count, kinds):
 def test_random_batches_have_the_trees_of_one_chunk(features):
     """Other sequences, pages, chunks, drafts, launches and partitions."""
     check_random(features, 1, 2, 2)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("features", FEATURES)
+def test_more_random_batches_have_the_trees_of_one_chunk(features, seed):
+    launched = check_random(features, seed, 8, 6)
+    assert {name.split()[-1] for name in launched} == {"whole", "cut", "joined"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, extended(torch.float32)], ids=str)
+@pytest.mark.parametrize("tiles", [(64, TILES)], indirect=True, ids=[""])
+def test_latents_have_one_tree(dtype, tiles):
+    """Their launch has one tile. Partitions end where a band of row blocks ends, or cut it."""
+    spec = quire.AttentionSpec.mla(
+        num_q_heads=3, softmax_scale=0.2, kv_lora_rank=32, qk_rope_head_dim=16, dtype=dtype, softcap=5.0
+    )
+    world, start, stop = World.make(spec, (150, 70)), 125, 150
+    others = [Piece(1, 30, 37), Piece(1, 69, 70)]
+    expected = None
+    for pieces, partitions in (
+        ([Piece(0, start, stop)], (1, 2, 3, 7)),
+        ([Piece(0, stop - 1, stop)], (1, 2, 3)),
+        ([*others, Piece(0, start, 129), Piece(0, 129, 132)], (2, 5)),
+    ):
+        composition = Composition(world, pieces)
+        (launch,) = composition.launches().values()
+        assert launch.kernel == "mla" and launch.fixed_split_size == 64
+        for number in partitions:
+            launch = replace(launch, num_partitions=number)
+            expected = expected or {at: trees for _, at, trees in composition.by_token(launch)}
+            assert_equal(composition, launch, expected, f"{pieces}, {launch}")
+
+
+def test_splits_and_tiles_of_their_real_sizes_have_one_tree():
+    """Of 256 keys, and tiles of 64, as plans have them for heads of 80 in the interpreter."""
+    world = World.make(quire.AttentionSpec(**HEADS | {"head_dim": 80}), (600, 300))
+    with real_tiles():
+        expected = in_one_chunk(world, 590)
+        for pieces in ([Piece(0, 599, 600)], [Piece(1, 290, 300), Piece(0, 590, 597), Piece(0, 597, 600)]):
+            composition = Composition(world, pieces)
+            for name, launch in composition.launches().items():
+                assert launch.fixed_split_size == 256 and launch.config.block_n == 64
+                if not (name.endswith("joined") and len(pieces) > 1):
+                    assert_equal(composition, launch, expected, name)

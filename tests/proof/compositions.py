@@ -1,7 +1,7 @@
 """Compositions: tokens of some sequences in one launch of a batch-invariant plan, and the trees of their results."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import quire
 from quire.dispatch.constants import forget
 from quire.dispatch.request import Options
 from quire.kernels import choose, formats, scratch
+from quire.kernels.mla import variants as mla
 from quire.kernels.portable import variants
 from quire.kernels.portable.launch import PortableLaunch
 from quire.testing import Problem, make_problem
@@ -72,7 +73,8 @@ class World:
 def tensors_of(problem: Problem) -> dict[str, torch.Tensor]:
     """Return the tensors of numbers that a kernel reads, by name."""
     cache = problem.cache
-    found = {"q": problem.q, "k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    kept = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v}
+    found = kept | {"q": problem.q, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
     return {name: x for name, x in (found | problem.tables).items() if x is not None}
 
 
@@ -130,9 +132,11 @@ class Composition:
         results = tracer.add(out), tracer.add(lse)
         if launch.num_partitions:
             tracer.add(workspace[size.counters :].view(torch.float32))
-        runner = launch.bind(self.batch, workspace)
+        runner, queries = launch.bind(self.batch, workspace), q
+        if spec.latent:
+            queries = q[:, :, : spec.kv_lora_rank], q[:, :, spec.kv_lora_rank :]
         with tracer.tracing(choose.variant_of(launch)):
-            runner(q, problem.cache, out, lse, *(problem.tables.get(name) for name in ("sinks", "alibi_slopes")))
+            runner(queries, problem.cache, out, lse, *(problem.tables.get(name) for name in ("sinks", "alibi_slopes")))
         self.state = quire.State(out, lse)
         return np.concatenate([results[0].read_all(), results[1].read_all()[:, :, None]], 2)
 
@@ -144,20 +148,35 @@ class Composition:
             yield seq, at, of_token
 
 
-@contextmanager
-def small_tiles(split: int, config: str) -> Iterator[None]:
+CONSTEXPRS = PortableLaunch.combine_constexprs
+TABLE, SPLIT, SMALL = variants.INVARIANT, variants.FIXED_SPLIT_SIZE, variants.SMALL
+
+
+def small_tiles(split: int, config: str) -> AbstractContextManager[None]:
     """In this context, batch-invariant plans have splits of `split` keys, and tiles as `config` names them.
 
     Those of more rows follow from it as they do from the table's. A program of the second launch loads four states at
     a time, in place of 8 or 32.
     """
-    constexprs = PortableLaunch.combine_constexprs
+    return with_tiles(
+        split, {size: {512: config} for size in (1, 2, 4)}, 0, lambda launch: CONSTEXPRS(launch) | {"AHEAD": 4}
+    )
 
+
+def real_tiles() -> AbstractContextManager[None]:
+    """In this context, batch-invariant plans are those of the library, also where `small_tiles` is around it."""
+    return with_tiles(SPLIT, TABLE, SMALL, CONSTEXPRS)
+
+
+@contextmanager
+def with_tiles(split: int, table: Any, small: int, constexprs: Any) -> Iterator[None]:
+    """In this context, batch-invariant plans have splits of `split` keys and tiles of a table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(variants, "FIXED_SPLIT_SIZE", split)
-        patch.setattr(variants, "SMALL", 0)  # no other tiles for narrow heads of 8 bits
-        patch.setattr(variants, "INVARIANT", {size: {512: config} for size in (1, 2, 4)})
-        patch.setattr(PortableLaunch, "combine_constexprs", lambda launch: constexprs(launch) | {"AHEAD": 4})
+        patch.setattr(mla, "FIXED_SPLIT_SIZE", split)
+        patch.setattr(variants, "INVARIANT", table)
+        patch.setattr(variants, "SMALL", small)  # other tiles for narrow heads of 8 bits
+        patch.setattr(PortableLaunch, "combine_constexprs", constexprs)
         variants.invariant_configs.cache_clear()
         forget()
         yield
