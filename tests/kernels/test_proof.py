@@ -234,8 +234,8 @@ def test_latents_have_one_tree(dtype, tiles):
 
 
 def test_splits_and_tiles_of_their_real_sizes_have_one_tree():
-    """Of 256 keys, and tiles of 64, as plans have them for heads of 80 in the interpreter."""
-    world = World.make(quire.AttentionSpec(**HEADS | {"head_dim": 80}), (600, 300))
+    """Of 256 keys, and tiles of 64, as plans have them for heads of 48 in the interpreter."""
+    world = World.make(quire.AttentionSpec(**HEADS | {"head_dim": 48}), (600, 300))
     with real_tiles():
         expected = in_one_chunk(world, 590)
         for pieces in ([Piece(0, 599, 600)], [Piece(1, 290, 300), Piece(0, 590, 597), Piece(0, 597, 600)]):

@@ -64,7 +64,10 @@ def cuts_of(begin: np.ndarray, units: np.ndarray, size: np.ndarray, most: int) -
 
     Bit i is set for a cut after split i. No row block has more than `most` splits.
     """
-    return sum((((begin + i) % size == 0) & (i < units)).astype(np.int64) << (i - 1) for i in range(1, most))
+    bits = np.zeros(np.broadcast_shapes(begin.shape, units.shape, size.shape), np.int64)
+    for i in range(1, most):
+        bits |= np.where(((begin + i) % size == 0) & (i < units), 1 << (i - 1), 0)
+    return bits
 
 
 class Table:

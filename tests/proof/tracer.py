@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
-from triton.runtime.interpreter import TensorHandle
 
 from tests.proof import arrays
 from tests.proof.arrays import Traced, node, tag, traced
 
-Builder = interpreter.InterpreterBuilder
+Builder, TensorHandle = interpreter.InterpreterBuilder, cast(Any, interpreter.TensorHandle)
 
 
 class Region:
@@ -80,7 +79,7 @@ class Tracer:
         first = int(addresses[0])
         return next((region for region in self.regions if region.start <= first < region.stop), None)
 
-    def load(self, ptrs: TensorHandle, mask: TensorHandle, loaded: TensorHandle) -> TensorHandle:
+    def load(self, ptrs: Any, mask: Any, loaded: Any) -> Any:
         """Return what was loaded, with trees."""
         plain(ptrs, mask, loaded)
         active = np.broadcast_to(mask.data, ptrs.data.shape)
@@ -94,7 +93,7 @@ class Tracer:
         trees[active], known[active] = region.read(addresses, loaded.data.itemsize)
         return TensorHandle(Traced(loaded.data, trees, known), loaded.dtype)
 
-    def store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle) -> TensorHandle:
+    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
         """Keep the trees of what is about to be stored, and return its values."""
         plain(ptrs, mask)
         x = value.data
@@ -124,7 +123,7 @@ class Tracer:
             yield
 
 
-def plain(*handles: TensorHandle) -> None:
+def plain(*handles: Any) -> None:
     """Fail where an address, a mask, or a number from memory has a tree."""
     if any(isinstance(handle.data, Traced) for handle in handles):
         raise TypeError("addresses or masks depend on numbers of a tensor")
@@ -138,30 +137,29 @@ def store(tracer: Tracer, real: Any) -> Any:
     return lambda builder, ptrs, value, mask, *rest: real(builder, ptrs, tracer.store(ptrs, value, mask), mask, *rest)
 
 
-def untraced(handle: TensorHandle) -> TensorHandle:
+def untraced(handle: Any) -> Any:
     return TensorHandle(traced(handle.data).values, handle.dtype)
 
 
 def dot(real: Any) -> Any:
-    def create_dot(builder: Any, a: TensorHandle, b: TensorHandle, acc: TensorHandle, *rest: Any) -> TensorHandle:
-        values = (
-            np.einsum("ik,kj->ij", *(traced(x.data).values.astype(np.float32) for x in (a, b))) + untraced(acc).data
-        )
+    def create_dot(builder: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
+        of_a, of_b = (traced(x.data).values.astype(np.float32) for x in (a, b))
+        values = np.einsum("ik,kj->ij", of_a, of_b) + untraced(acc).data
         return TensorHandle(arrays.dot(a.data, b.data, acc.data, values), acc.dtype.scalar)
 
     return create_dot
 
 
 def fma(real: Any) -> Any:
-    def create_fma(builder: Any, *operands: TensorHandle) -> TensorHandle:
-        found = real(builder, *map(untraced, operands))
-        return TensorHandle(arrays.fma(*(traced(x.data) for x in operands), found.data), found.dtype)
+    def create_fma(builder: Any, *operands: Any) -> Any:
+        found, (x, y, z) = real(builder, *map(untraced, operands)), operands
+        return TensorHandle(arrays.fma(traced(x.data), traced(y.data), traced(z.data), found.data), found.dtype)
 
     return create_fma
 
 
 def splat(real: Any) -> Any:
-    def create_splat(builder: Any, type: Any, x: TensorHandle) -> TensorHandle:
+    def create_splat(builder: Any, type: Any, x: Any) -> Any:
         if not isinstance(x.data, Traced):
             return real(builder, type, x)
         return TensorHandle(x.data.moved(lambda y: np.broadcast_to(y.reshape(-1)[0], type.shape)), x.dtype.scalar)
@@ -170,7 +168,7 @@ def splat(real: Any) -> Any:
 
 
 def unsplat(real: Any) -> Any:
-    def create_unsplat(builder: Any, x: TensorHandle) -> TensorHandle:
+    def create_unsplat(builder: Any, x: Any) -> Any:
         return TensorHandle(x.data.reshape(-1)[:1], x.dtype.scalar)
 
     return create_unsplat
