@@ -19,6 +19,10 @@ BY_A_SECOND_LAUNCH = (
     "kernels/test_combine_launch.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
 )
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
+PROOF = "kernels/test_proof.py::test_"
+CHUNKS_ALIKE = PROOF + "every_cut_of_a_context_into_chunks_has_one_tree[chunks]"
+PARTITIONS_ALIKE = PROOF + "every_cut_of_splits_into_partitions_has_one_tree[four sums-{}]"
+ALIKE = PROOF + "random_batches_have_the_trees_of_one_chunk[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 CHOSEN = "kernels/test_chosen.py::test_"
@@ -337,6 +341,77 @@ IN_INTERPRETER = {
         "fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)",
         "fold_split(acc, m_i, total(l_i), whole_acc, whole_m, whole_l[:, None])",
         "kernels/test_invariance.py",
+    ),
+    "the sign of a zero": Mutant(
+        "kernels/states.py",
+        "(tl.fma(acc[i], inverse[:, None] + zeros, zeros),)",
+        "(acc[i] * inverse[:, None],)",
+        "kernels/test_invariance.py::test_a_zero_has_one_sign",
+    ),
+    # Of batch-invariant plans: each gives right results, by other additions in some launches.
+    "proof: a split and those before it exchanged": Mutant(
+        "kernels/states.py",
+        "return combine(acc, m_i, l_i, split_acc, split_m, total(split_l))",
+        "return combine(split_acc, split_m, total(split_l), acc, m_i, l_i)",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: a round of partials from its end": Mutant(
+        "kernels/portable/reduce.py",
+        "combine((acc,), m_i, l_i, (accs[i],), ms[i], ls[i])",
+        "combine((acc,), m_i, l_i, (accs[WIDTH - 1 - i],), ms[WIDTH - 1 - i], ls[WIDTH - 1 - i])",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: another product rounded by the second launch": Mutant(
+        "kernels/portable/combine.py",
+        "acc = tl.fma(acc, alpha + tl.zeros_like(acc), accs[i] * beta)",
+        "acc = tl.fma(accs[i], beta + tl.zeros_like(acc), acc * alpha)",
+        PARTITIONS_ALIKE.format("joined"),
+    ),
+    "proof: states of a second launch from their end": Mutant(
+        "kernels/portable/combine.py",
+        "        alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)\n        acc =",
+        "        i = len(ms) - 1 - i\n        m_new = tl.maximum(m_i, ms[i])\n"
+        "        shift = tl.where(m_new == float('-inf'), 0.0, m_new)\n"
+        "        alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)\n        acc =",
+        PARTITIONS_ALIKE.format("joined"),
+    ),
+    "proof: a stored split's sums added by the layout": Mutant(
+        "kernels/portable/kernel.py",
+        "m_i, total(l_i), columns",
+        "m_i, tl.sum(l_i, 1), columns",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: full tiles before others": Mutant(
+        "kernels/portable/kernel.py",
+        "IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0",
+        "IN_ORDER: tl.constexpr = F.PARTITIONED",
+        ALIKE.format("window"),
+    ),
+    "proof: splits counted from the first tile": Mutant(
+        "kernels/portable/kernel.py",
+        "((tile + 1) % TILES == 0) | (tile == stop - 1)",
+        "((tile + 1 - start) % TILES == 0) | (tile == stop - 1)",
+        ALIKE.format("window"),
+    ),
+    "proof: sums of a group by the layout": Mutant(
+        "kernels/states.py",
+        "    for _ in tl.static_range(3):\n        p = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)\n",
+        "    p = tl.sum(tl.reshape(p, [p.shape[0], SUMS, 8]), 2)\n",
+        CHUNKS_ALIKE,
+    ),
+    "proof: two additions exchanged in tiles of more rows": Mutant(
+        "kernels/states.py",
+        "    p = sums_of_columns(p, 8 * SUMS)\n",
+        "    if p.shape[0] > 16:\n        return sums_of_columns(p, SUMS)\n    p = sums_of_columns(p, 8 * SUMS)\n",
+        CHUNKS_ALIKE,
+    ),
+    "proof: values added to a product in tiles of more rows": Mutant(
+        "kernels/states.py",
+        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
+        "    if acc.shape[0] > 16:\n"
+        "        return acc * alpha[:, None] + tl.dot(p, v, input_precision=INPUT_PRECISION)\n"
+        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
+        CHUNKS_ALIKE,
     ),
     "the last partial of a second launch left out": Mutant(
         SPLITS,
