@@ -22,7 +22,7 @@ SERVED = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")  # cache
 
 
 def attend_with_quire(model: Any) -> None:
-    """Give the layers of a model that choose blocks Quire's attention; a layer asks nobody else for it."""
+    """Give the layers of a model that choose blocks Quire's attention, for which they do not ask."""
     on_rocm = contract.load("vllm.platforms").current_platform.is_rocm()
     if on_rocm or not hasattr(sparse, "select_main_backend_and_impl_cls"):
         contract.logger.warning(

@@ -1,7 +1,7 @@
 """Models of vLLM whose layers ask its registry for no attention backend, where Quire is the chosen one.
 
 A model is registered under vLLM's own name. It is vLLM's class in all but one thing: where the user chose Quire, layers
-that would ask nobody attend with it. Nothing of Quire's attention is imported where another backend is chosen.
+that do not ask attend with it. Nothing of Quire's attention is imported where another backend is chosen.
 """
 
 from typing import Any
