@@ -428,8 +428,8 @@ IN_INTERPRETER = {
     # mla/
     "MLA: rotary columns forgotten": Mutant(
         "kernels/mla/kernel.py",
-        "scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
-        "scores += 0.0 * tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        "products = tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        "products = 0.0 * tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
         MLA + "features[causal-1]",
     ),
     "MLA: causal mask dropped": Mutant(
