@@ -26,7 +26,7 @@ from quire import reference
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.draft_trees import from_parents
 from quire.kernels.choose import variants
-from quire.kernels.portable.schedule import PART_FIELDS
+from quire.kernels.schedule import FIELDS
 from quire.kernels.scheduler import Scheduler
 from quire.targets import TARGETS
 
@@ -183,7 +183,7 @@ def find_partitions(seq_lens: list[int]) -> tuple[Any, list[tuple[int, int]]]:
     schedule = Scheduler(searching, quire.Batch(lengths[:, None], lengths))
     schedule.find(launch.config.block_n)
     assert schedule.tensors is not None
-    parts = schedule.tensors[0][: launch.num_partitions * PART_FIELDS.value].view(-1, PART_FIELDS.value)
+    parts = schedule.tensors[0][: launch.num_partitions * FIELDS.value].view(-1, FIELDS.value)
     return launch, [(low, high) for low, high in parts[:, :2].tolist() if low < high]
 
 

@@ -676,7 +676,7 @@ EXEMPT = {
     **dict.fromkeys(
         (
             *("BatchAttention", "BatchAttentionWithAttentionSinkWrapper", "BatchMLAPagedAttentionWrapper"),
-            "BlockSparseAttentionWrapper",
+            *("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
             *("append_paged_mla_kv_cache", "fast_decode_plan", "trtllm_batch_context_with_kv_cache"),
             *("trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache_mla"),
             *("trtllm_ragged_attention_deepseek", "xqa_batch_decode_with_kv_cache"),

@@ -1,12 +1,13 @@
-"""Whether a change of Gluon kernels leaves their machine code as it was: compare what two source trees compile to.
+"""Whether a change of kernels leaves their machine code as it was: compare what two source trees compile to.
 
 PYTHONPATH=before/src python -m tests.compile.code keep /tmp/before     # the IR of each launch of sm90, some minutes
-PYTHONPATH=after/src python -m tests.compile.code keep /tmp/after --only 'prefill|drafts'
+PYTHONPATH=after/src python -m tests.compile.code keep /tmp/after --only 'prefill|drafts' --all
 python -m tests.compile.code compare /tmp/before /tmp/after             # compiles to the end where the IR differs
 
 Launches are those of the compile suite, more of latents, and those of batch-invariant plans. `keep` ends after Triton's
 first stage, whose IR is without names and lines. Where it is the same, so is all that follows. Where it differs,
 `compare` goes on to PTX, and where that differs to machine code: its text, registers, stack, and innermost loops.
+Without --all, Gluon kernels alone are kept.
 """
 
 import argparse
@@ -68,19 +69,27 @@ def cases() -> Iterator[tuple[str, Any]]:
             num_seqs, q_len, kv_len = batch
             decode = Launch(spec, num_seqs, q_len, kv_len, num_seqs * q_len, page_size, return_lse=q_len > 1)
             yield f"latents of {heads} heads, pages of {page_size} | {name} | {batch}", partial(decode.compile, TARGET)
+    for name in launches.CHOSEN:
+        yield f"chosen | {name}", partial(launches.attend_to_chosen, name)
+    for batch, name in itertools.product(("decode", "drafts"), ("bfloat16", "e4m3")):
+        yield (
+            f"{batch} | latents | {name} | invariant",
+            partial(launches.attend_to_latents, batch, name, batch_invariant=True),
+        )
 
 
 class Kept:
     """What the launches of a case compile to, up to the first stage."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.of_launch, self.texts = folder, [], {}
+    def __init__(self, folder: Path, gluon_alone: bool) -> None:
+        self.folder, self.gluon_alone, self.of_launch, self.texts = folder, gluon_alone, [], {}
 
     def first_stage(
         self, kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: Any
     ) -> Any:
-        """Take the place of `JITFunction._do_compile`: keep the IR of Gluon kernels, and compile no others."""
-        if not isinstance(kernel, GluonJITFunction):
+        """Take the place of `JITFunction._do_compile`: keep the IR of kernels that are asked for, and compile none."""
+        is_gluon = isinstance(kernel, GluonJITFunction)
+        if self.gluon_alone and not is_gluon:
             return None
         known = repr((kernel.__name__, key))
         if known not in self.texts:
@@ -92,6 +101,8 @@ class Kept:
             functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
             module = source.make_ir(target, options, functions, modules, context)
             backend.add_stages(stages, options, source.language)
+            if not is_gluon:
+                module = stages["ttir"](module, {})
             text = without_names(str(stages["ttgir"](module, {})))
             asked = {name: value for name, value in vars(options).items() if name in ASKED}
             name = hashlib.sha256(f"{asked}{text}".encode()).hexdigest()[:16]
@@ -110,10 +121,10 @@ def without_names(text: str) -> str:
     return VALUE.sub(lambda found: numbers.setdefault(found[0], f"%v{len(numbers)}"), text)
 
 
-def keep(folder: Path, only: str) -> None:
+def keep(folder: Path, only: str, gluon_alone: bool) -> None:
     """Write the IR of each launch to a folder, and which launch has which."""
     folder.mkdir(parents=True, exist_ok=True)
-    kept, found = Kept(folder), {}
+    kept, found = Kept(folder, gluon_alone), {}
     first_stage = mock.patch.object(JITFunction, "_do_compile", lambda *args, **more: kept.first_stage(*args, **more))
     with first_stage, mock.patch.object(targets, "inspect"):
         for name, launch in cases():
@@ -196,10 +207,11 @@ def main() -> None:
     parser.add_argument("command", choices=("keep", "compare"))
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="keep: launches whose name this pattern matches")
+    parser.add_argument("--all", action="store_true", help="keep: kernels in plain Triton too")
     args = parser.parse_args()
     same = True
     if args.command == "keep":
-        keep(args.folders[0], args.only)
+        keep(args.folders[0], args.only, not args.all)
     else:
         same = compare(*args.folders)
     sys.stdout.flush()

@@ -84,6 +84,22 @@ def test_every_kernel_of_sm90_asks_for_fusion_itself(monkeypatch, first_stages):
     assert asked == {name: {True} for name in re.findall(r"(?m)^def (\w+_kernel)\(", sources)}
 
 
+@pytest.mark.parametrize("layout", ["fp8_ds_mla_584", "NHD"])
+def test_scores_of_float32_latents_are_sums_of_a_few_columns_each(layout, first_stages):
+    """Triton makes one sum of two where it may, whose error grows with its length."""
+    records = {"kv_dtype": torch.float8_e4m3fn, "qk_rope_head_dim": 0} if layout != "NHD" else {}
+    spec = quire.AttentionSpec.mla(num_q_heads=3, softmax_scale=0.1, dtype=torch.float32, causal=False, **records)
+    lens, lists = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 12, dtype=torch.int32)
+    batch = quire.Batch(lists, lens, chosen=quire.ChosenKeys(lists, are_slots=True) if records else None)
+    with compiling(TARGETS["sm80"]):
+        plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=64)
+        q, cache = torch.empty(4, 3, spec.head_dim), quire.PagedKVCache.empty(spec, 4, 16, layout=layout)
+        quire.attention(q, cache, plan)
+    ir = next(ir for name, _, ir in first_stages if name in ("chosen_latents_kernel", "mla_kernel"))
+    starts = re.findall(r"tt\.dot \S+, \S+, (%\w+)", ir)
+    assert len(starts) >= 4 and all(start.startswith("%cst") for start in starts)
+
+
 def test_no_launch_outside_of_the_launcher_leaves_fusion_to_triton():
     """A launch is `kernel[grid](...)`. Those of `quire bench` do not go through the launcher."""
     left = []

@@ -79,3 +79,70 @@ def test_what_is_not_served_is_refused(change, message):
     wrapper.plan(**given, **SIZES)
     with pytest.raises(ValueError, match="k must have the planned N = 48 tokens, got 47"):
         wrapper.run(q, k[:47], v[:47])
+
+
+# Blocks of sizes that vary.
+
+ROWS = [[3, 0, 9, 8], [8, 8, 2, 2]]
+COLUMNS = {1: [[5, 1, 30, 12], [16, 16, 15, 1]], 4: [[8, 16, 4, 20], [0, 24, 12, 12]]}  # by what divides them
+
+
+def sized(columns):
+    """Return a mask of blocks, their sizes, and what each query head sees, [num_qo_heads, 20, 48]."""
+    torch.manual_seed(1)
+    blocks, rows, columns = torch.rand(2, 4, 4) < 0.5, torch.tensor(ROWS), torch.tensor(columns)
+    blocks[0, 2] = False  # a row without blocks
+    seen = [b.repeat_interleave(r, 0).repeat_interleave(c, 1) for b, r, c in zip(blocks, rows, columns, strict=True)]
+    return blocks, rows.int(), columns.int(), torch.stack(seen).repeat_interleave(2, 0)
+
+
+@pytest.mark.parametrize("unit", COLUMNS)
+def test_blocks_may_have_any_sizes(device, unit):
+    q, k, v, _ = problem(device)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # heads first, with any strides
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1, device=device), backend="fa2")
+    mask, rows, columns, seen = sized(COLUMNS[unit])
+    wrapper.plan(mask.to(device), rows.to(device), columns.to(device), **SIZES, sm_scale=0.3)
+    assert wrapper._page_size == unit
+    expected = [x.transpose(0, 1) for x in dense(*(x.transpose(0, 1) for x in (q, k, v)), seen, 0.3)]
+    out, lse = wrapper.run(q, k, v, return_lse=True)
+    assert out.dtype is torch.float16 and out.is_contiguous() and not out[:2, 3:12].any()
+    assert_close((out, lse), expected)
+    rows_of_heads, sums = torch.empty(40, 2, 32, dtype=torch.float16, device=device), torch.empty(40, 2, device=device)
+    assert torch.equal(wrapper.run(q, k, v, out=rows_of_heads, lse=sums), out)
+    assert torch.equal(rows_of_heads.view(2, 20, 2, 32).transpose(1, 2).reshape_as(out), out)
+    assert torch.equal(sums.view(2, 20, 2).transpose(1, 2).reshape_as(lse), lse)
+    assert_close(
+        (wrapper.forward(q, k, v, sm_scale=0.2), lse),
+        (dense(*(x.transpose(0, 1) for x in (q, k, v)), seen, 0.2)[0].transpose(0, 1), lse.double()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"causal": True}, "causal must be left out, got True; blocks say what is seen"),
+        (
+            {"block_mask_map": torch.ones(1, 4, 4)},
+            r"block_mask_map must be \[num_kv_heads = 2, MB, NB\], got \[1, 4, 4\]",
+        ),
+        ({"block_row_sz": torch.ones(2, 3, dtype=torch.int32)}, r"block_row_sz must be \[num_kv_heads = 2, MB = 4\]"),
+        ({"block_row_sz": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 2]])}, "block_row_sz must be .* the same sum"),
+        ({"block_col_sz": torch.zeros(2, 4, dtype=torch.int32)}, "block_col_sz must count a key or more, got 0"),
+    ],
+)
+def test_what_is_not_served_of_blocks_of_any_sizes_is_refused(change, message):
+    q, k, v, _ = problem("cpu")
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(1))
+    mask, rows, columns, _ = sized(COLUMNS[4])
+    given = {"block_mask_map": mask, "block_row_sz": rows, "block_col_sz": columns} | SIZES
+    with pytest.raises(ValueError, match="plan must be called before run"):
+        wrapper.run(q, k, v)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        wrapper.plan(**given | change)
+    wrapper.plan(**given)
+    with pytest.raises(
+        ValueError, match=r"k must be \[num_kv_heads = 2, kv_len = 48, head_dim = 32\], got \[2, 47, 32\]"
+    ):
+        wrapper.run(q, k[:, :47], v)

@@ -21,19 +21,18 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
-from quire.kernels import scratch
-from quire.kernels.hopper import launch, partials, schedule
+from quire.kernels import schedule, scratch, work
+from quire.kernels.hopper import launch, partials
 from tests.extended import extended
 from tests.hopper_simulator.launch import simulated_hopper
 from tests.hopper_simulator.memory import AccessError
 from tests.hopper_simulator.program import Machine
-from tests.kernels.row_blocks import row_blocks_of
+from tests.kernels.schedules import CAUSAL, row_blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_triton]
 
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
 SEQS = schedule.SEQS.value
-CAUSAL = (1 << 30, 0)
 
 
 def decided(lens, num_programs, slots, window=CAUSAL, max_decode_queries=0):
@@ -87,32 +86,19 @@ BATCHES = [  # what is drawn; row blocks that are cut, and splits of all row blo
 
 
 @pytest.mark.parametrize(("options", "num_programs", "count", "num_cut", "num_work_tiles"), BATCHES, ids=str)
-def test_every_row_block_is_found_once_and_those_are_cut_that_were(
-    options, num_programs, count, num_cut, num_work_tiles
-):
+def test_those_row_blocks_are_cut_that_were(options, num_programs, count, num_cut, num_work_tiles):
     """Which gain by it was measured on GPUs. The last two numbers are recorded: a change of them is to be meant."""
     lens, slots = drawn(count, seed=count + num_programs), 2 * num_programs + 20
-    found = cuts_of(lens, num_programs, slots, **options)
-    most = options.get("max_decode_queries", 0)
-    blocks = [-(-queries // BLOCK_T) if queries > most else 0 for queries, _ in lens]
-    assert found.keys() == {(seq, block) for seq, number in enumerate(blocks) for block in range(number)}
-    numbers = [num_splits for num_splits, _ in found.values()]
+    numbers = [num_splits for num_splits, _ in cuts_of(lens, num_programs, slots, **options).values()]
     assert (sum(n > 1 for n in numbers), sum(numbers)) == (num_cut, num_work_tiles)
 
 
 def cuts_of(lens, num_programs, slots, **options):
-    """Return {(sequence, row block): (splits, first slot)}; each split is found once, and each slot has one owner."""
-    splits: dict[tuple[int, int], list[tuple]] = {}
-    for seq, block, shift, first_slot, split in decided(lens, num_programs, slots, **options):
-        splits.setdefault((seq, block), []).append((split, 1 << shift, first_slot if shift else None))
-    for of_block in splits.values():
-        (num_splits,) = {n for _, n, _ in of_block}
-        assert sorted(split for split, _, _ in of_block) == list(range(num_splits))
-        assert len({slot for _, _, slot in of_block}) == 1
-    found = {at: of_block[0][1:] for at, of_block in splits.items()}
-    cut = [(first, n) for n, first in found.values() if n > 1]
-    taken = [slot for first, n in cut for slot in range(first, first + n * WORK_TILES_EACH)]
-    assert len(set(taken)) == len(taken) and all(0 <= slot < slots for slot in taken)
+    """Return {(sequence, row block): (splits, first slot)} of what `row_blocks_of` judges."""
+    found = {
+        (seq, block): (1 << shift, first_slot if shift else None)
+        for seq, block, shift, first_slot, _ in decided(lens, num_programs, slots, **options)
+    }
     assert all(n == 1 for (seq, _), (n, _) in found.items() if seq >= SEQS)  # of which no program knows the lengths
     return found
 
@@ -124,7 +110,7 @@ def test_sequences_after_the_last_that_is_looked_at_are_whole_where_that_one_is_
 
 def test_how_many_splits_there_are_at_most():
     found = cuts_of([(16, 50000), (16, 100), (64, 64)], 100, 1000)
-    assert schedule.OVERHEAD.value == launch.CUT_OVERHEAD
+    assert schedule.LEAST_KEYS.value == work.LEAST_KEYS
     assert found[0, 0][0] == launch.MAX_SPLITS_OF_CUT == max(n for n, _ in found.values())
 
 
@@ -144,13 +130,7 @@ def test_what_does_not_fit_is_not_cut():
 @pytest.mark.parametrize("num_programs", [1, 3, 132])
 def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
     """Tiles of all work tiles pass 2^31, and so does the share of few programs. Each row block is found once."""
-    found = decided([(16, 2**30), (40, 2**30 + 5), (9, 40), *[(2000, 2**30)] * 3], num_programs, 64)
-    found = [(seq, block, 1 << shift, first, split) for seq, block, shift, first, split in found]
-    numbers = {(seq, block): n for seq, block, n, _, _ in found}
-    blocks = {(0, 0), (2, 0)} | {(1, b) for b in range(3)} | {(seq, b) for seq in (3, 4, 5) for b in range(125)}
-    assert set(numbers) == blocks
-    assert len(found) == sum(numbers.values())
-    assert all(first >= 0 and first + WORK_TILES_EACH * n <= 64 for _, _, n, first, _ in found if n > 1)
+    decided([(16, 2**30), (40, 2**30 + 5), (9, 40), *[(2000, 2**30)] * 3], num_programs, 64)
 
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}

@@ -1,5 +1,6 @@
 """What `batch_invariant=True` promises: a token's result depends on its own sequence alone, bit for bit."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,25 @@ def test_which_launch_folds_states_changes_nothing(case, take, device):
         assert plan.launch.num_partitions and plan.launch.has_combine_launch == (use == "joined")
         states.append(quire.attention(problem.q, problem.cache, plan, **problem.tables, return_lse=True))
     assert equal(*states)
+
+
+@pytest.mark.triton
+def test_a_zero_has_one_sign(device):
+    """A sum that is less than the least number becomes -0, and 0 once a split without keys is added to it."""
+    spec = quire.AttentionSpec(**HEADS, dtype=torch.float16)
+    problem = make_problem(spec, ((600, 600),), device=device)
+    last = 511  # of the second split, whose tile of queries goes on into the third one
+    exponents, values = torch.full((600,), -20.0), torch.zeros(600)
+    exponents[0], exponents[last], values[1:256] = 0, 120, -(2.0**-24)
+    page = problem.batch.page_table[0].long().repeat_interleave(16)[:600]
+    slot = torch.arange(600, device=device) % 16
+    key = exponents / (spec.head_dim * spec.softmax_scale * math.log2(math.e))
+    problem.cache.k[page, slot] = key.to(device, torch.float16)[:, None, None]
+    problem.cache.v[page, slot] = values.to(device, torch.float16)[:, None, None]
+    problem.q.fill_(1)
+    for queries, end, num_splits in ((1, 512, 1), (1, 512, 2), (20, 525, 1), (600, 600, 1), (600, 600, 3)):
+        out = attend(spec, problem, ((queries, end),), num_splits).out[last - (end - queries)]
+        assert not out.any() and not out.signbit().any(), (queries, end, num_splits)
 
 
 @pytest.mark.pytorch

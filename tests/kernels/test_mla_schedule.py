@@ -1,11 +1,10 @@
-"""The schedule of the MLA kernel for Hopper GPUs: what partitions have, and what becomes of one that is stale.
+"""What becomes of a stale schedule of the MLA kernel for Hopper GPUs.
 
-Its kernel runs in Triton's interpreter. Those that read it run in the simulator, which raises if all warps wait.
+The kernel that finds it runs in Triton's interpreter. Those that read it run in the simulator, which raises if all
+warps wait.
 """
 
 import dataclasses
-from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,109 +20,13 @@ if not interprets():
     pytest.skip("the kernel of the schedule runs in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from quire.kernels import scheduler as scheduling
-from quire.kernels.mla_hopper.program import Config, Program, first_sequence, next_sequence, work_of
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, load_mla_part, mla_schedule_kernel
-from quire.kernels.scheduler import Lengths, Scheduler, Search
-from tests.hopper_simulator.launch import simulate, simulated_hopper
+from tests.hopper_simulator.launch import simulated_hopper
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
 
-MOST = gl.constexpr(300)  # sequences of a partition, in these tests
-ITEM = gl.constexpr(4)
 UNWRITTEN = 77.0
-
-
-@gluon.jit(do_not_specialize=["num_partitions"])
-def walk_kernel(
-    out_ptr, parts_ptr, seq_lens, cu_seqlens_q, num_partitions, causal, NUM_HEADS: gl.constexpr,
-):  # fmt: skip
-    """Store each sequence of a partition: its number, its first tile, its tiles, and whether others are elsewhere."""
-    row_block, index = gl.program_id(0), gl.program_id(1)
-    number = row_block * num_partitions + index
-    part = load_mla_part(parts_ptr, number)
-    lengths, config = Lengths(seq_lens, cu_seqlens_q, None, None, None), Config(NUM_HEADS, ROWS, ROWS, 64, 64, False)
-    program = Program(None, None, lengths, part, index, num_partitions, row_block, causal > 0, 1.0, None, config)
-    at = out_ptr + number * MOST * ITEM
-    seq, known, tile = first_sequence(program, row_block)
-    while seq <= part.last_seq:
-        work = work_of(program, seq, known, tile, row_block)
-        gl.store(at, seq)
-        gl.store(at + 1, tile)
-        gl.store(at + 2, work.count)
-        gl.store(at + 3, gl.where(work.starts & work.ends, 0, 1))
-        at += ITEM
-        seq, known, tile = next_sequence(program, seq, row_block)
-
-
-def tiles_of(q_len: int, seq_len: int, row_block: int, num_heads: int, causal: bool) -> int:
-    """Return the tiles of a row block of a sequence."""
-    if q_len * num_heads <= row_block * ROWS.value:
-        return 0
-    last = min((row_block * ROWS.value + ROWS.value - 1) // num_heads, q_len - 1)
-    visible = min(seq_len - q_len + last + 1, seq_len) if causal else seq_len
-    return max(cdiv(max(visible, 0), TILE.value), 1)
-
-
-def size_of(tiles: list[int], num_partitions: int, combine_cost: float, sequence_cost: int) -> tuple[int, int]:
-    """Return the places of a partition, and those before each sequence."""
-    total, longest, count = sum(tiles), max(tiles), sum(n > 0 for n in tiles)
-    equal = longest * count == total
-    overhead = 0 if equal else sequence_cost
-    size = max(cdiv(total + overhead * count, num_partitions), int((total * combine_cost) ** 0.5 + 0.5), 1)
-    longest = max(longest, 1)
-    even = cdiv(longest, max(longest // size, 1)) if size < longest else cdiv(size, longest) * longest
-    return (even if equal and even <= size + 1 else size), overhead
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_each_tile_is_in_one_partition_and_cuts_name_their_partials(seed):
-    """Against a list of all places. There are sequences without keys, queries or rows, and more than one step of them.
-
-    The least cost of a cut makes partitions of a place, of which some have nothing but the beginning of a sequence.
-    """
-    random = np.random.default_rng(seed)
-    ragged, equal, causal = seed % 3 != 0, seed % 4 == 2, bool(seed % 2)
-    num_heads = int(random.choice([16, 40, 128])) if ragged else 128
-    num_seqs, parts = int(random.choice([1, 7, 30, 140, 270])), int(random.choice([1, 2, 33, 66]))
-    costs = float(random.choice([0.0, 0.03, 0.1])), int(random.choice([1, 4]))
-    queries = random.integers(0, 4, num_seqs) if ragged else np.ones(num_seqs, int)
-    keys = np.full(num_seqs, 700) if equal else random.integers(0, 1500, num_seqs) * (random.random(num_seqs) < 0.9)
-    keys = np.maximum(keys, queries)
-    starts = torch.tensor(np.cumsum([0, *queries]), dtype=torch.int32) if ragged else None
-    seq_lens = torch.tensor(keys, dtype=torch.int32)
-    row_blocks, by_sequence = cdiv(int(queries.max(initial=1)) * num_heads, ROWS.value) or 1, num_seqs <= 32
-    num_cuts = num_seqs if by_sequence else max(1, parts - 1)
-    numbers = *costs, int(causal), int(by_sequence), num_seqs, parts, num_cuts
-    sizes, meta = (row_blocks * parts * 16, row_blocks * num_cuts * 4), {"NUM_HEADS": num_heads, "PDL": False}
-    search = Search(mla_schedule_kernel, row_blocks * max(parts, num_cuts), sizes, numbers, meta)
-    batch = SimpleNamespace(
-        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts, device=seq_lens.device
-    )  # fmt: skip
-    finder = Scheduler(SimpleNamespace(search=lambda asked: search), batch)
-    assert finder.find(None) and not finder.find(None)
-    found = torch.full((row_blocks, parts, MOST.value, ITEM.value), -1, dtype=torch.int32)
-    tensors = found, finder.tensors[0], seq_lens, starts
-    simulate(walk_kernel, (row_blocks, parts), (*tensors, parts, int(causal)), {"NUM_HEADS": num_heads}, (), seed)
-    cuts = finder.tensors[1].view(row_blocks, num_cuts, 4).tolist()
-    for block in range(row_blocks):
-        tiles = [tiles_of(int(q), int(n), block, num_heads, causal) for q, n in zip(queries, keys, strict=True)]
-        size, overhead = size_of(tiles, parts, *costs)
-        places = [(seq, i) for seq, n in enumerate(tiles) for i in range(-overhead, n) if n]
-        expected = []
-        for p in range(parts):
-            here = [place for place in places[p * size : (p + 1) * size] if place[1] >= 0]
-            groups = [(seq, [i for _, i in group]) for seq, group in groupby(here, key=lambda place: place[0])]
-            expected.append([(seq, own[0], len(own), int(len(own) < tiles[seq])) for seq, own in groups])
-        assert [[tuple(item) for item in of.tolist() if item[0] >= 0] for of in found[block]] == expected
-        holders = [[p for p, own in enumerate(expected) if any(i[0] == seq for i in own)] for seq in range(num_seqs)]
-        cut = {seq: (len(held), held[0]) for seq, held in enumerate(holders) if len(held) > 1}
-        assert {seq: (number, first) for number, first, seq, _ in cuts[block] if number > 1} == cut
-        if by_sequence:
-            assert [seq for _, _, seq, _ in cuts[block]] == [*range(num_seqs)]
 
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}

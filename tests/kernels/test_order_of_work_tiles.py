@@ -19,19 +19,19 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
-from quire.kernels.hopper import queue, schedule
+from quire.kernels import schedule
+from quire.kernels.hopper import queue
 from tests.extended import extended
 from tests.hopper_simulator.launch import Functions, argument, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine, Program
 from tests.hopper_simulator.values import Value, value
-from tests.kernels.row_blocks import row_blocks_of
+from tests.kernels.schedules import CAUSAL, row_blocks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_triton]
 
 BLOCK_T, BLOCK_N, WORK_TILES_EACH = 16, 64, 2
 SEQS = schedule.SEQS.value
-CAUSAL = (1 << 30, 0)
 
 
 def row_blocks(queries, max_decode_queries=0, block_t=BLOCK_T):
@@ -79,13 +79,6 @@ def taken(lens, offsets=None, window=CAUSAL, max_decode_queries=0, num_programs=
         lens, num_programs or max(1, all_blocks * WORK_TILES_EACH - 1), WORK_TILES_EACH, offsets=offsets, window=window,
         max_decode_queries=max_decode_queries,
     )  # fmt: skip
-    for place in places:
-        queries, keys = lens[place.seq]
-        at = keys - queries if offsets is None else offsets[place.seq]
-        stop = min(at + min(place.token + BLOCK_T, queries) + window[1], keys)
-        assert place[2:8] == (
-            sum(q for q, _ in lens[: place.seq]), queries, at, keys, max(at + place.token - window[0], 0), stop
-        )  # fmt: skip
     found = [(place.seq, place.token // BLOCK_T) for place in reversed(places)]
     of_one = [seq for seq, _ in found if row_blocks(lens[seq][0], max_decode_queries) == 1 and seq < SEQS]
     assert num_singles in (0, len(of_one))

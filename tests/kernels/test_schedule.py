@@ -1,9 +1,7 @@
-"""The schedule of the portable kernel: what partitions have, how long they are, and when it is found again."""
+"""Schedules: what each of three policies gives to programs, how long partitions are, and when they are found again."""
 
 import dataclasses
 import gc
-from collections.abc import Sequence
-from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,25 +14,21 @@ import triton.language as tl
 import quire
 from quire import debug
 from quire.dispatch.config import COSTS, KernelConfig
-from quire.dispatch.request import cdiv
+from quire.dispatch.device import interprets
 from quire.kernels import scheduler as scheduling
-from quire.kernels.portable.launch import NEVER, PortableLaunch
-from quire.kernels.portable.schedule import (
-    Costs,
-    Units,
-    load_part,
-    load_sequence,
-    min_partition_units,
-    next_row_block,
-    partition_size,
-    skip_decoding,
-    skip_prompts,
-    span,
-    units_here,
-)
-from quire.kernels.portable.variants import min_partition_tiles
-from quire.kernels.scheduler import Lengths, Scheduler
+from quire.kernels.portable.launch import NEVER
+from quire.kernels.schedule import Costs, partition_size
+from quire.kernels.work import size_of_partition
 from quire.testing import error_budget, make_problem
+from tests.kernels.schedules import (
+    BOTH,
+    CAUSAL,
+    FAR,
+    Lens,
+    equal_partitions,
+    equal_partitions_of_row_blocks,
+    ordered,
+)
 
 pytestmark = [pytest.mark.one_triton, pytest.mark.triton]
 
@@ -44,34 +38,45 @@ HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.flo
 
 
 @triton.jit
-def shortest_kernel(out_ptr, means_ptr, combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles):
-    costs = Costs(combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles)
-    pid = tl.program_id(0)
-    tl.store(out_ptr + pid, min_partition_units(tl.load(means_ptr + pid), costs))
+def size_kernel(out_ptr, numbers_ptr, combine_cost, min_split_tiles, two_level_min_tiles):
+    at = numbers_ptr + 4 * tl.program_id(0)
+    costs = Costs(combine_cost, min_split_tiles, 0.4, two_level_min_tiles)
+    size = partition_size(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), costs)
+    tl.store(out_ptr + tl.program_id(0), size)
+
+
+def sizes_on_both(cases, combine_cost, min_split_tiles, two_level_min_tiles, device):
+    """Return the sizes of partitions that the kernel computes, and those that the host does.
+
+    A case is how many units sequences have, how many sequences have as many, and how many partitions there are.
+    """
+    numbers = [(sum(u * n for u, n in each), max(each)[0], sum(n for _, n in each), parts) for each, parts in cases]
+    found = torch.zeros(len(cases), dtype=torch.int32, device=device)
+    given = torch.tensor(numbers, dtype=torch.int32, device=device)
+    size_kernel[len(cases),](found, given, combine_cost, min_split_tiles, two_level_min_tiles)
+    costs = dataclasses.replace(COSTS, two_level_combine_discount=0.4, min_split_tiles=min_split_tiles)
+    launch = SimpleNamespace(
+        costs=costs, combine_cost=combine_cost, two_level_min_tiles=two_level_min_tiles, min_split_tiles=min_split_tiles
+    )
+    on_host = [
+        size_of_partition(SimpleNamespace(**vars(launch), num_partitions=parts), [(u, 1, n) for u, n in each], total)
+        for (each, parts), (total, *_) in zip(cases, numbers, strict=True)
+    ]
+    return found.tolist(), on_host
 
 
 @pytest.mark.parametrize("two_level_min_tiles", [30, 700, NEVER])
 @pytest.mark.parametrize("combine_cost", [0.0, 0.29, 3.0])
-def test_host_and_device_agree_on_the_shortest_partition(combine_cost, two_level_min_tiles, device):
-    costs = dataclasses.replace(COSTS, two_level_combine_discount=0.4)
-    edges = {costs.min_split_tiles, two_level_min_tiles} - {NEVER}
-    means = {0.37, 1.0, 1.37, 2.0, 3.0, 7.5, 33.3, 100.0, 1024.0, 5000.0, 65536.0}
-    means |= {edge + more for edge in edges for more in (-1, -0.5, 0, 0.5, 1) if edge + more >= 1}
-    found = torch.zeros(len(means), device=device)
-    shortest_kernel[len(means),](
-        found, torch.tensor(sorted(means), device=device), combine_cost, costs.min_split_tiles,
-        costs.two_level_combine_discount, two_level_min_tiles,
-    )  # fmt: skip
-    # The kernel adds one half and truncates where it uses the number, and is never below one unit of the row.
-    on_device = [max(1, int(shortest + 0.5)) for shortest in found.tolist()]
-    on_host = [min_partition_tiles(mean, combine_cost, costs, two_level_min_tiles) for mean in sorted(means)]
-    assert dict(zip(sorted(means), on_device, strict=True)) == dict(zip(sorted(means), on_host, strict=True))
-
-
-@triton.jit
-def size_kernel(out_ptr, units, num_seqs, num_partitions, combine_cost, min_split_tiles):
-    costs = Costs(combine_cost, min_split_tiles, 1.0, 1 << 30)
-    tl.store(out_ptr, partition_size(units * num_seqs, units, num_seqs, num_partitions, costs))
+def test_host_and_device_agree_on_the_size_of_partitions(combine_cost, two_level_min_tiles, device):
+    random, shortest = np.random.default_rng(0), COSTS.min_split_tiles
+    edges = {shortest, two_level_min_tiles} - {NEVER}
+    units = {1, 2, 3, 33, 100, 1024, 65536} | {edge + more for edge in edges for more in (-1, 0, 1) if edge + more > 0}
+    cases = [([(u, n)], parts) for u in sorted(units) for n in (1, 2, 16) for parts in (1, 33, 1 << 20)]
+    cases += [([(u, 1), (u + 1, 1)], 1 << 20) for u in sorted(units)]
+    cases += [([(int(u), int(n)) for u, n in random.integers(1, 300, (3, 2))], int(random.integers(1, 200)))
+              for _ in range(100)]  # fmt: skip
+    on_device, on_host = sizes_on_both(cases, combine_cost, shortest, two_level_min_tiles, device)
+    assert dict(zip(map(str, cases), on_device, strict=True)) == dict(zip(map(str, cases), on_host, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -97,130 +102,77 @@ def size_kernel(out_ptr, units, num_seqs, num_partitions, combine_cost, min_spli
 def test_partitions_end_where_equal_sequences_do(
     units, num_seqs, num_partitions, combine_cost, min_split_tiles, size, device
 ):
-    found = torch.zeros(1, dtype=torch.int32, device=device)
-    size_kernel[1,](found, units, num_seqs, num_partitions, combine_cost, min_split_tiles)
-    assert found.item() == size
+    cases = [([(units, num_seqs)], num_partitions)]
+    assert sizes_on_both(cases, combine_cost, min_split_tiles, NEVER, device) == ([size], [size])
 
 
-MOST = tl.constexpr(512)  # row blocks of a partition, in these tests
-ITEM = tl.constexpr(6)
+def drawn(seed: int) -> tuple[Lens, int]:
+    """Draw a batch, of one query each or of any number, and how many intervals a program reads at once.
 
-
-@triton.jit
-def walk_kernel(
-    out_ptr, parts_ptr, lengths, cu_seqlens_q, window_left, window_right,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,
-    MIN_QUERIES: tl.constexpr, MULTI_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the sequence, the row block, its first unit, its last one and one, planned units, and whether it is cut."""
-    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, MIN_QUERIES=MIN_QUERIES)
-    part = load_part(parts_ptr, tl.program_id(0))
-    seq, block, more = part.seq, part.block, part.low < part.high
-    at = out_ptr + tl.program_id(0) * MOST * ITEM
-    while more:
-        sequence = load_sequence(lengths, cu_seqlens_q, seq)
-        _, _, _, num_units, num_blocks = span(sequence, lengths, window_left, window_right, U)
-        start, stop, _, planned, is_cut = units_here(part, seq, block, num_units)
-        item = (seq, block, start, stop, planned, is_cut.to(tl.int32))
-        for i in tl.static_range(len(item)):
-            tl.store(at + i, item[i])
-        at += ITEM
-        seq, block, more = next_row_block(part, seq, block, num_blocks, MULTI_BLOCK)
-        if MAX_DECODE_QUERIES > 0:
-            seq = skip_prompts(cu_seqlens_q, seq, part.last_seq, MAX_DECODE_QUERIES)
-        if MIN_QUERIES > 0:
-            seq = skip_decoding(cu_seqlens_q, seq, part.last_seq, MIN_QUERIES)
-
-
-def launch_for(num_seqs: int, num_partitions: int, rows: tuple[int, int], costs: tuple, **more: Any) -> Any:
-    """Return what `Scheduler` reads of a launch."""
-    group, block_m = rows
-    split, window, most_queries = more.get("split", 0), more.get("window", (1 << 30, 0)), more.get("most_queries", 0)
-    constexprs = {
-        "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": most_queries, "INTERVALS": 0,
-        "MORE_INTERVALS": False, "MIN_QUERIES": more.get("least_queries", 0), "FIXED_SPLIT": split > 0, "PDL": False,
-    }  # fmt: skip
-    launch = SimpleNamespace(
-        num_partitions=num_partitions, num_cuts=more.get("num_cuts", 0), window=window, partition_costs=costs,
-        request=SimpleNamespace(num_seqs=num_seqs), schedule_constexprs=lambda: constexprs,
-    )  # fmt: skip
-    launch.search = lambda asked: PortableLaunch.search(launch, asked)
-    return launch
-
-
-def units_of(q_len: int, seq_len: int, rows: tuple[int, int], unit: int, window: int) -> tuple[int, int]:
-    """Return the row blocks of a sequence, and the units of each."""
-    first = max(seq_len - q_len - window, 0) // unit if q_len else 0
-    keys = seq_len if q_len else 0
-    return max(cdiv(q_len * rows[0], rows[1]), 1), max(cdiv(keys, unit) - first, 1)
-
-
-def expected_items(
-    lens: Sequence[tuple[int, int]], rows: tuple[int, int], unit: int, window: int, ours: range, num_partitions: int,
-    size: int,
-) -> list[list[tuple[int, ...]]]:  # fmt: skip
-    """Return the items of each partition, from a list of all units in their order."""
-    every = [
-        (seq, block, i, of)
-        for seq, (q_len, seq_len) in enumerate(lens)
-        if q_len in ours
-        for blocks, of in [units_of(q_len, seq_len, rows, unit, window)]
-        for block in range(blocks)
-        for i in range(of)
-    ]
-    items = []
-    for p in range(num_partitions):
-        here = [list(g) for _, g in groupby(every[p * size : (p + 1) * size], key=lambda u: u[:2])]
-        items.append([(*g[0][:2], g[0][2], g[-1][2] + 1, g[0][3], int(len(g) < g[0][3])) for g in here])
-    return items
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots(seed, device):
-    """Against a list of all units. The lengths have sequences without keys or queries, and many more than one step."""
+    Rows see a window, intervals, or a tree. Some sequences have no keys or no queries. There may be more than one step
+    of sequences.
+    """
     random = np.random.default_rng(seed)
-    ragged, many = seed % 3 != 0, seed % 4 == 1
-    rows, unit = ((3, 4) if ragged else (4, 16)), int(random.choice([1, 16, 64]))
-    window, most, least = int(random.choice([1 << 30, 40])), 5 if seed % 3 == 2 else 0, 3 if seed % 6 == 4 else 0
-    ours = range(least, most + 1 if most else 1 << 30)  # queries of sequences that no other launch serves
-    num_seqs, num_partitions = (
-        int(random.integers(260, 600) if many else random.integers(1, 30)),
-        int(random.integers(1, 40)),
+    kind = ("one query", "window", "intervals", "window", "tree", "offsets")[seed % 6]
+    num_seqs, most = (int(random.integers(257, 290)), 2) if seed % 4 == 1 else (int(random.integers(1, 30)), 8)
+    queries = np.ones(num_seqs, int) if kind == "one query" else random.integers(0, most + 1, num_seqs)
+    keys = queries + random.integers(0, 300, num_seqs) * (random.random(num_seqs) < 0.8)
+    lens = Lens(queries, keys, one_query=kind == "one query")
+    if kind in ("one query", "window"):
+        lens.window = (int(random.choice([FAR, 40])), int(random.choice([0, 7, FAR])))
+    if kind == "offsets":
+        lens.offsets = (random.random(num_seqs) * (keys - queries)).astype(int)
+    if kind in ("intervals", "tree"):
+        lens.begin = random.integers(-20, 300, queries.sum())
+        lens.end = lens.begin + random.integers(-9, 90, queries.sum()) if kind == "intervals" else None
+    return lens, int(random.choice([4, 8])) if lens.begin is not None else 0
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_equal_partitions_of_a_batch_have_each_visible_tile_once(seed, device):
+    random, (lens, at_once) = np.random.default_rng([seed, 1]), drawn(seed)
+    rows, unit, fixed = (4, 16) if lens.one_query else (3, 4), int(random.choice([1, 16, 64])), seed % 4 == 2
+    ours = {7: range(6), 13: range(2), 5: range(2, FAR), 15: range(3, FAR)}.get(seed, range(FAR))
+    cost = 0.0 if fixed or seed % 3 == 0 else float(random.choice([0.29, 3.0]))
+    parts = int(random.integers(1, 9 if seed % 4 == 1 else 40))
+    equal_partitions(lens, parts, rows, unit, device, fixed=fixed, ours=ours, combine_cost=cost, at_once=at_once)
+
+
+@pytest.mark.skipif(not interprets(), reason="the functions of Gluon kernels run in the simulator")
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_partitions_of_each_row_block_have_each_visible_tile_once(seed):
+    """Without a cost of cuts, there are partitions of one place, and some hold the beginning of a sequence alone."""
+    random, causal = np.random.default_rng(seed), bool(seed % 2)
+    ragged, equal = seed % 3 != 0, seed % 4 == 2
+    num_heads = int(random.choice([16, 40, 128])) if ragged else 128
+    num_seqs, parts = int(random.choice([1, 7, 30, 140, 270])), int(random.choice([1, 2, 33, 66]))
+    queries = random.integers(0, 4, num_seqs) if ragged else np.ones(num_seqs, int)
+    keys = np.full(num_seqs, 700) if equal else random.integers(0, 1500, num_seqs) * (random.random(num_seqs) < 0.9)
+    lens = Lens(queries, np.maximum(keys, queries), CAUSAL if causal else BOTH, one_query=not ragged)
+    equal_partitions_of_row_blocks(
+        lens, num_heads, parts, float(random.choice([0.0, 0.03, 0.1])), int(random.choice([1, 4])), seed
     )
-    queries = random.integers(0, 9, num_seqs) if ragged else np.ones(num_seqs, int)
-    keys = random.integers(0, 300, num_seqs)
-    lens = [(int(q), int(q + n * (random.random() < 0.8))) for q, n in zip(queries, keys, strict=True)]
-    starts = torch.tensor(np.cumsum([0, *(q for q, _ in lens)]), dtype=torch.int32, device=device) if ragged else None
-    seq_lens = torch.tensor([n for _, n in lens], dtype=torch.int32, device=device)
-    blocks = [units_of(*n, rows, unit, window)[0] for n in lens]
-    combines = most == least == 0
-    launch = launch_for(
-        num_seqs, num_partitions, rows, (0.0, 0, 1.0, NEVER), window=(window, 0), most_queries=most,
-        least_queries=least, num_cuts=sum(blocks) + 3 if combines else 0,
+
+
+@pytest.mark.skipif(not interprets(), reason="other tests run this kernel on a GPU")
+@pytest.mark.parametrize("seed", range(18))
+def test_an_order_of_row_blocks_has_each_visible_tile_once(seed):
+    """Some sequences are long. Of row blocks that are not cut, no slot is named."""
+    random, (lens, _) = np.random.default_rng([seed, 1]), drawn(seed)
+    if lens.begin is None:
+        few = slice(0, 6 if seed % 4 in (0, 3) else None)  # of which some are cut
+        lens.one_query, lens.queries, lens.keys = False, lens.queries[few], lens.keys[few]
+        long = np.where(random.random(len(lens.keys)) < 0.3, random.integers(1, 150, len(lens.keys)), 1)
+        before, lens.queries = (lens.keys - lens.queries) * long, lens.queries * np.minimum(long, 20)
+        lens.keys, lens.offsets = lens.queries + before, None if lens.offsets is None else before // 2
+    elif lens.end is None:
+        lens.begin = None
+    ordered(
+        lens, int(random.choice([6, 132, 132])), int(random.choice([1, 2, 6])),
+        cut_slots=int(random.choice([0, 300, 900, 900])) if lens.begin is None else 0,
+        max_decode_queries=int(random.choice([0, 3])), mixed=bool(seed % 2), block_t=int(random.choice([16, 48])),
+        block_n=int(random.choice([16, 64])),
     )  # fmt: skip
-    finder = Scheduler(launch, SimpleNamespace(
-        seq_lens=seq_lens, query_offsets=None, key_begin=None, key_end=None, cu_seqlens_q=starts,
-        device=seq_lens.device,
-    ))  # fmt: skip
-    assert finder.find(unit) and not finder.find(unit)
-    parts, cuts = finder.tensors
-    found = torch.full((num_partitions, MOST.value, ITEM.value), -1, dtype=torch.int32, device=device)
-    walk_kernel[num_partitions,](
-        found, parts, Lengths(seq_lens, starts, None, None, None), starts, window, 0, *rows, unit, most, least, ragged
-    )
-    items = [[tuple(item) for item in of.tolist() if item[0] >= 0] for of in found]
-    total = sum(b * u for n in lens if n[0] in ours for b, u in [units_of(*n, rows, unit, window)])
-    size = max(cdiv(total, num_partitions), 1)
-    expected = expected_items(lens, rows, unit, window, ours, num_partitions, size)
-    # With longer or shorter sequences left out, those of other kernels may stand between a partition's own.
-    assert items == expected
-    if not combines:
-        assert cuts is None
-        return
-    at = [(seq, block) for seq, count in enumerate(blocks) for block in range(count)]
-    holders = {key: [p for p, own in enumerate(items) if any(item[:2] == key for item in own)] for key in at}
-    wanted = [(len(holders[key]), 2 * holders[key][0] + 1, *key) for key in at] + 3 * [(0, 0, 0, 0)]
-    assert [tuple(cut) for cut in cuts.view(-1, 4)[: len(wanted)].tolist()] == wanted
 
 
 WAYS = {

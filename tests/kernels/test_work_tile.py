@@ -16,9 +16,9 @@ import quire
 pytestmark = pytest.mark.one_triton
 
 if sys.platform == "linux":
-    from quire.kernels import tma
+    from quire.kernels import schedule, tma
     from quire.kernels.gluon import pipeline
-    from quire.kernels.hopper import schedule, work_tile
+    from quire.kernels.hopper import work_tile
 
 PLAIN = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, a, b: a if condition else b)
 
@@ -51,20 +51,12 @@ VECTORS = SimpleNamespace(
 
 
 @pytest.fixture
-def scheduler(monkeypatch):
-    """The module of work tiles, with arithmetic of Python's in place of Gluon's."""
-    monkeypatch.setattr(work_tile, "gl", PLAIN)
-    for name in ("tiles_of_keys", "last_and_count"):
-        monkeypatch.setattr(work_tile, name, getattr(work_tile, name).fn)
-    return work_tile
-
-
-@pytest.fixture
 def finder(monkeypatch):
-    """The module that finds row blocks, with NumPy's arrays in place of Triton's tensors."""
+    """The module of schedules, with NumPy's arithmetic in place of Triton's."""
     monkeypatch.setattr(schedule, "tl", VECTORS)
     monkeypatch.setattr(schedule, "NO_END", schedule.NO_END.value)
-    monkeypatch.setattr(schedule, "load_intervals", schedule.load_intervals.fn)
+    for name in ("load_intervals", "tiles_of_keys", "last_and_count"):
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).fn)
     return schedule
 
 
@@ -84,17 +76,17 @@ def row_blocks_of_intervals(finder, begin, end, q_start, q_len, seq_len, block_t
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 8])
 @pytest.mark.parametrize("window", [(1 << 30, 0), (50, 0), (50, 20), (1 << 30, 1 << 30)])
-def test_splits_cover_each_visible_tile_once(window, num_splits, scheduler, finder):
+def test_splits_cover_each_visible_tile_once(window, num_splits, finder):
     block_t, block_n = 8, 16
     for q_len, seq_len in ((8, 8), (20, 300), (5, 3), (1, 0), (70, 70), *((9, n) for n in range(240, 257))):
         first_pos = seq_len - q_len
         tokens = np.arange(0, q_len, block_t)
-        keys = np.transpose(finder.keys_of_band.fn(tokens, q_len, first_pos, seq_len, *window, block_t))
+        keys = np.transpose(finder.keys_of_band.fn((seq_len, 0, q_len, first_pos), tokens, block_t, *window))
         for token, seen in zip(tokens.tolist(), keys.tolist(), strict=True):
-            splits = [scheduler.split_of_keys.fn(*seen, split, num_splits, block_n) for split in range(num_splits)]
+            splits = [finder.split_of_keys.fn(*seen, split, num_splits, block_n) for split in range(num_splits)]
             if num_splits != 3:  # the programs cut into a power of two
                 cuts = [SimpleNamespace(shift=num_splits.bit_length() - 1, split=split) for split in range(num_splits)]
-                assert splits == [scheduler.split_of_cut.fn(*seen, cut, block_n) for cut in cuts]
+                assert splits == [finder.split_of_cut.fn(*seen, cut, block_n) for cut in cuts]
             q_pos = range(first_pos + token, first_pos + min(token + block_t, q_len))
             wanted = {
                 key // block_n for q in q_pos for key in range(max(0, q - window[0]), min(seq_len, q + window[1] + 1))
@@ -126,7 +118,7 @@ def intervals_of_some_sequences():
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does_not(num_splits, scheduler, finder):
+def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does_not(num_splits, finder):
     """Among rows of other sequences. A tile without a mask is one that all rows see, and no other tile is taken."""
     block_t, block_n, q_start = 8, 16, 3
     for seq_len, begin, end in intervals_of_some_sequences():
@@ -145,7 +137,7 @@ def test_intervals_have_the_tiles_that_their_rows_see_and_masks_where_a_row_does
             assert seen <= set(range(keys.kv_low, keys.kv_high))
             if keys.kv_low < keys.kv_high:
                 assert min(of_sequence) <= keys.kv_low and keys.kv_high <= max(of_sequence) + 1
-            splits = [scheduler.split_of_keys.fn(*span, split, num_splits, block_n) for split in range(num_splits)]
+            splits = [finder.split_of_keys.fn(*span, split, num_splits, block_n) for split in range(num_splits)]
             taken = [tile for last, count in splits for tile in range(last, last - count, -1)]
             for tile in taken:
                 pos = tile * block_n
@@ -166,10 +158,11 @@ def test_the_last_row_block_of_a_causal_prompt_alone_has_keys_that_may_not_be_re
             assert (keys.kv_low, keys.kv_high) == (begin[0], 100)
 
 
-def test_the_visible_keys_of_a_sequence_are_those_of_any_query(scheduler):
+def test_the_visible_keys_of_a_sequence_are_those_of_any_query(monkeypatch):
+    monkeypatch.setattr(work_tile, "gl", PLAIN)
     for q_len, seq_len, (left, right) in itertools.product((1, 9), (5, 40), ((7, 0), (3, 2), (100, 100))):
         first_pos = seq_len - q_len
-        low, high = scheduler.visible_keys.fn(
+        low, high = work_tile.visible_keys.fn(
             SimpleNamespace(first_pos=first_pos, q_len=q_len, seq_len=seq_len), left, right
         )
         seen = {key for q in range(first_pos, seq_len) for key in range(q - left, q + right + 1) if 0 <= key < seq_len}

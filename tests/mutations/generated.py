@@ -78,6 +78,17 @@ GROUPS = {
             "kernels/test_append.py",
         ),
     ),
+    "kernels/schedule.py": Judges(
+        True,
+        (
+            "kernels/test_schedule.py",
+            "kernels/test_work_tile.py",
+            "kernels/test_cuts.py::test_those_row_blocks_are_cut_that_were",
+            "kernels/test_order_of_work_tiles.py::test_each_row_block_is_found_once_and_the_longest_sequence_first",
+            "kernels/test_order_of_work_tiles.py::test_sequences_stay_in_the_batch_s_order_where_the_longest_work_tile_is_a_"
+            "small_part_of_all_work",
+        ),
+    ),
     "kernels/mla/kernel.py": Judges(True, ("kernels/test_mla.py",)),
     "kernels/gluon/*.py": Judges(
         True,

@@ -11,13 +11,18 @@ BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
 RULES = INTERVALS + "every_rule_is_as_a_plain_program_says"
 LONG = ATTENTION + "splits_of_long_sequences"
-SCHEDULE = "kernels/test_schedule.py::test_"
+SPLITS, SCHEDULE = "kernels/schedule.py", "kernels/test_schedule.py::test_"
+PARTS = SCHEDULE + "equal_partitions_of_a_batch_have_each_visible_tile_once"
 STALE = SCHEDULE + "a_stale_schedule_gives_the_right_result_or_nan"
 FOUND_AGAIN = SCHEDULE + "a_schedule_is_found_once_and_again_after_a_write_or_in_a_capture"
 BY_A_SECOND_LAUNCH = (
     "kernels/test_combine_launch.py::test_partials_are_combined_by_the_last_program_or_by_a_second_launch"
 )
 HOW_SPLIT = "kernels/test_invariance.py::test_how_a_prompt_is_split_changes_nothing[{}]"
+PROOF = "kernels/test_proof.py::test_"
+CHUNKS_ALIKE = PROOF + "every_cut_of_a_context_into_chunks_has_one_tree[chunks]"
+PARTITIONS_ALIKE = PROOF + "every_cut_of_splits_into_partitions_has_one_tree[four sums-{}]"
+ALIKE = PROOF + "random_batches_have_the_trees_of_one_chunk[{}]"
 SHARED = "kernels/test_shared_prefix.py::test_"
 QUANTISED_OUT = "kernels/test_quantised_out.py::test_"
 CHOSEN = "kernels/test_chosen.py::test_"
@@ -29,7 +34,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
 HOPPER = "gpu/test_hopper.py::test_"
-ROW_BLOCKS, PARTIALS, CUT = "kernels/hopper/schedule.py", "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
+PARTIALS, CUT = "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
@@ -180,7 +185,7 @@ IN_INTERPRETER = {
     ),
     # sequences without queries
     "keys of sequences without queries read": Mutant(
-        "kernels/portable/schedule.py",
+        SPLITS,
         "kv_stop = tl.where(q_len > 0, kv_stop, 0)",
         "pass",
         "kernels/test_idle_rows.py",
@@ -247,24 +252,36 @@ IN_INTERPRETER = {
     "a partial forgotten": Mutant(
         "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
     ),
+    "MLA: a sequence has no time to begin": Mutant(
+        SPLITS,
+        "stop = high - (end_place + overhead)",
+        "stop = high - end_place",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[7]",
+    ),
+    "Hopper: splits of a row block have the slots of another": Mutant(
+        SPLITS,
+        "first_slot = of_slots + (((in_cut >> of_place) * head_blocks) << of_place)",
+        "first_slot = of_slots + (in_cut >> of_place << of_place)",
+        SCHEDULE + "an_order_of_row_blocks_has_each_visible_tile_once[5]",
+    ),
     "a partition cut short": Mutant(
-        "kernels/portable/schedule.py",
-        "high = tl.minimum(low + size, total)",
-        "high = tl.minimum(low + size, total - 1)",
+        SPLITS,
+        "low = index * size\n        high = tl.minimum(low + size, total)",
+        "low = index * size\n        high = tl.minimum(low + size, total - 1)",
         LONG + "[7]",
     ),
     "sequences found one too late": Mutant(
-        "kernels/portable/schedule.py", "before = ends <= unit", "before = ends < unit", LONG + "[7]"
+        SPLITS, "seq_unit, ends, ends <= unit)", "seq_unit, ends, ends < unit)", LONG + "[7]"
     ),
     "sequences of another launch in a partition": Mutant(
-        "kernels/portable/schedule.py",
+        SPLITS,
         "ours & (sequences.q_len >= U.MIN_QUERIES)",
         "ours",
-        SCHEDULE + "each_unit_is_in_one_partition_and_cut_row_blocks_name_their_slots[4]",
+        PARTS + "[15]",
     ),
     "the last row blocks of a sequence are those of another length": Mutant(
-        "kernels/portable/schedule.py",
-        "tl.where(is_last & (last_unit + last_units == high), TO_THE_END, last_block)",
+        SPLITS,
+        "tl.where(is_last & (last_unit + last_units == high), NO_END, last_block)",
         "last_block",
         SCHEDULE + "queries_may_move_between_sequences_under_a_schedule",
     ),
@@ -325,10 +342,81 @@ IN_INTERPRETER = {
         "fold_split(acc, m_i, total(l_i), whole_acc, whole_m, whole_l[:, None])",
         "kernels/test_invariance.py",
     ),
+    "the sign of a zero": Mutant(
+        "kernels/states.py",
+        "(tl.fma(acc[i], inverse[:, None] + zeros, zeros),)",
+        "(acc[i] * inverse[:, None],)",
+        "kernels/test_invariance.py::test_a_zero_has_one_sign",
+    ),
+    # Of batch-invariant plans: each gives right results, by other additions in some launches.
+    "proof: a split and those before it exchanged": Mutant(
+        "kernels/states.py",
+        "return combine(acc, m_i, l_i, split_acc, split_m, total(split_l))",
+        "return combine(split_acc, split_m, total(split_l), acc, m_i, l_i)",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: a round of partials from its end": Mutant(
+        "kernels/portable/reduce.py",
+        "combine((acc,), m_i, l_i, (accs[i],), ms[i], ls[i])",
+        "combine((acc,), m_i, l_i, (accs[WIDTH - 1 - i],), ms[WIDTH - 1 - i], ls[WIDTH - 1 - i])",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: another product rounded by the second launch": Mutant(
+        "kernels/portable/combine.py",
+        "acc = tl.fma(acc, alpha + tl.zeros_like(acc), accs[i] * beta)",
+        "acc = tl.fma(accs[i], beta + tl.zeros_like(acc), acc * alpha)",
+        PARTITIONS_ALIKE.format("joined"),
+    ),
+    "proof: states of a second launch from their end": Mutant(
+        "kernels/portable/combine.py",
+        "        alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)\n        acc =",
+        "        i = len(ms) - 1 - i\n        m_new = tl.maximum(m_i, ms[i])\n"
+        "        shift = tl.where(m_new == float('-inf'), 0.0, m_new)\n"
+        "        alpha, beta = tl.exp2(m_i - shift), tl.exp2(ms[i] - shift)\n        acc =",
+        PARTITIONS_ALIKE.format("joined"),
+    ),
+    "proof: a stored split's sums added by the layout": Mutant(
+        "kernels/portable/kernel.py",
+        "m_i, total(l_i), columns",
+        "m_i, tl.sum(l_i, 1), columns",
+        PARTITIONS_ALIKE.format("cut"),
+    ),
+    "proof: full tiles before others": Mutant(
+        "kernels/portable/kernel.py",
+        "IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0",
+        "IN_ORDER: tl.constexpr = F.PARTITIONED",
+        ALIKE.format("window"),
+    ),
+    "proof: splits counted from the first tile": Mutant(
+        "kernels/portable/kernel.py",
+        "((tile + 1) % TILES == 0) | (tile == stop - 1)",
+        "((tile + 1 - start) % TILES == 0) | (tile == stop - 1)",
+        ALIKE.format("window"),
+    ),
+    "proof: sums of a group by the layout": Mutant(
+        "kernels/states.py",
+        "    for _ in tl.static_range(3):\n        p = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)\n",
+        "    p = tl.sum(tl.reshape(p, [p.shape[0], SUMS, 8]), 2)\n",
+        CHUNKS_ALIKE,
+    ),
+    "proof: two additions exchanged in tiles of more rows": Mutant(
+        "kernels/states.py",
+        "    p = sums_of_columns(p, 8 * SUMS)\n",
+        "    if p.shape[0] > 16:\n        return sums_of_columns(p, SUMS)\n    p = sums_of_columns(p, 8 * SUMS)\n",
+        CHUNKS_ALIKE,
+    ),
+    "proof: values added to a product in tiles of more rows": Mutant(
+        "kernels/states.py",
+        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
+        "    if acc.shape[0] > 16:\n"
+        "        return acc * alpha[:, None] + tl.dot(p, v, input_precision=INPUT_PRECISION)\n"
+        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
+        CHUNKS_ALIKE,
+    ),
     "the last partial of a second launch left out": Mutant(
-        "kernels/portable/schedule.py",
-        "number = (unit + num_units - 1) // size - first_partition + 1",
-        "number = (unit + num_units - 1) // size - first_partition",
+        SPLITS,
+        "(unit + num_units - 1) // size - first + 1",
+        "(unit + num_units - 1) // size - first",
         BY_A_SECOND_LAUNCH + "[decode-True]",
     ),
     "a prompt's splits are cut elsewhere than decode's": Mutant(
@@ -340,8 +428,8 @@ IN_INTERPRETER = {
     # mla/
     "MLA: rotary columns forgotten": Mutant(
         "kernels/mla/kernel.py",
-        "scores += tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
-        "scores += 0.0 * tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        "products = tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
+        "products = 0.0 * tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)",
         MLA + "features[causal-1]",
     ),
     "MLA: causal mask dropped": Mutant(
@@ -547,7 +635,7 @@ IN_INTERPRETER = {
         ORDER + "half_of_the_programs_begin_with_sequences_of_one_row_block[3-16]",
     ),
     "Hopper: partials past the scratch": Mutant(
-        ROW_BLOCKS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
+        SPLITS, "(stop <= cut_slots)", "(stop <= 2 * cut_slots)", CUT + "what_does_not_fit_is_not_cut"
     ),
     "Hopper: a partial combined twice": Mutant(
         PARTIALS, "at = i * WARPGROUPS * SIZE", "at = i // 2 * WARPGROUPS * SIZE", CUT + "features[{}-4000]"
@@ -769,19 +857,19 @@ OUTSIDE = {
     ),
     # hopper/, and what only a compiler sees
     "Hopper: splits overlap": Mutant(
-        "kernels/hopper/work_tile.py",
+        SPLITS,
         "(stop - start) * (split + 1) // num_splits",
         "(stop - start) * (split + 1) // num_splits + 1",
         SCHEDULER,
     ),
     "Hopper: the last tile forgotten": Mutant(
-        "kernels/hopper/work_tile.py",
+        SPLITS,
         "(kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)",
         "kv_stop // BLOCK_N, start + 1)",
         SCHEDULER,
     ),
     "Hopper: intervals past the sequence": Mutant(
-        ROW_BLOCKS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
+        SPLITS, "tl.maximum(tl.minimum(end, seq_len), 0)", "tl.maximum(end, 0)", SCHEDULER
     ),
     "workspace_size without the most partitions": Mutant(
         "compile_ahead/launches.py",

@@ -1,7 +1,7 @@
 """`Scheduler`: when the schedule of a batch is found, and where it is kept.
 
 A schedule says what each program of a launch attends to. A kernel of the launch's family finds it from the lengths on
-the device, and the launches of all layers read it.
+the device, and the launches of all layers read it (`schedule.py`).
 """
 
 from collections.abc import Hashable
@@ -13,19 +13,10 @@ import torch
 from quire.batch import Batch
 from quire.kernels.capture import capture_id, current_stream
 from quire.kernels.launcher import Arguments, Kernel
+from quire.kernels.schedule import Lengths
 
 # By the launch, the stream on which plans are made, and the lengths: a schedule keeps all of them alive.
 SCHEDULERS: WeakValueDictionary[tuple[Any, ...], "Scheduler"] = WeakValueDictionary()
-
-
-class Lengths(NamedTuple):
-    """Which queries and keys the sequences of a batch have, as kernels that find schedules read them."""
-
-    seq_lens: Any  # [num_seqs] int32
-    cu_seqlens_q: Any  # [num_seqs + 1] int32, or None if each sequence has one query
-    query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
-    key_begin: Any  # [num_tokens] int32 of intervals, or None, like the next
-    key_end: Any
 
 
 class Search(NamedTuple):

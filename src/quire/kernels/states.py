@@ -189,7 +189,9 @@ def finish(acc, m_i, l_i):
     inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
     out = ()
     for i in tl.static_range(len(acc)):
-        out = out + (acc[i] * inverse[:, None],)
+        # Adding 0 makes 0 of -0: states over no keys do so too, and a launch may have added some or none.
+        zeros = tl.zeros_like(acc[i])
+        out = out + (tl.fma(acc[i], inverse[:, None] + zeros, zeros),)
     lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
     return out, lse
 

@@ -119,8 +119,8 @@ class Partials(NamedTuple):
     m_i: Any  # [num_slots, num_kv_heads, rows] float32, running maximum as a base-2 exponent
     l_i: Any  # same shape, sum of exponentials relative to m_i
     counter: Any  # [2 * num_partitions, num_kv_heads] int32, 0 between launches, by the slots of partials
-    parts: Any = None  # [num_partitions, PART_FIELDS] int32, `portable.schedule.Part`
-    cuts: Any = None  # [num_row_blocks, CUT_FIELDS] int32, `portable.schedule.Cut`; None without a second launch
+    parts: Any = None  # [num_partitions, PART_FIELDS] int32, `schedule.Part`
+    cuts: Any = None  # [num_row_blocks, CUT_FIELDS] int32, `schedule.Cut`; None without a second launch
 
 
 class Matrix(NamedTuple):

@@ -6,7 +6,7 @@ from functools import lru_cache
 from quire.dispatch.config import padded
 from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.launch import HopperLaunch
+from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.portable.launch import PortableLaunch
@@ -15,9 +15,9 @@ from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
 EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios count
-# Of row blocks that programs of the Hopper kernel cut: keys of one that is not, splits, and those of a sequence's only
-# row block (`hopper/schedule.py`).
-LEAST_KEYS, MAX_SPLITS, MAX_SPLITS_ALONE = 512, 8, 32
+# Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
+# (`schedule.py`).
+LEAST_KEYS, MAX_SPLITS = 512, 8
 
 
 def lens_of(request: Request) -> Lens:
@@ -212,7 +212,7 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
 
 
 def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> tuple[int, float, int, int]:
-    """Return what programs cut, as `hopper.schedule.cut_sequences` decides it.
+    """Return what programs cut, as `schedule.cut_sequences` decides it.
 
     Args:
         launch: that cuts.
@@ -227,7 +227,7 @@ def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> 
     share, items, longest, most_splits, used = max(share, LEAST_KEYS // config.block_n), 0, 0.0, 1, 0
     for queries, keys, count in lens:
         blocks, _, most = tiles_of_sequence(launch.request.spec.window, queries, keys, config.block_t, config.block_n)
-        splits, limit, whole, least = 1, MAX_SPLITS_ALONE if blocks == 1 else MAX_SPLITS, 0, max(share, most // 2)
+        splits, limit, whole, least = 1, MAX_SPLITS_OF_CUT if blocks == 1 else MAX_SPLITS, 0, max(share, most // 2)
         while splits < limit and most > splits * share:
             splits *= 2
         first = keys - queries + config.block_t  # keys that the first row block sees

@@ -41,7 +41,7 @@ from quire.integrations.flashinfer.page import (
 from quire.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire.integrations.flashinfer.single import single_decode_with_kv_cache, single_prefill_with_kv_cache
-from quire.integrations.flashinfer.sparse import BlockSparseAttentionWrapper
+from quire.integrations.flashinfer.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 
 __all__ = [
     "BatchAttention",
@@ -53,6 +53,7 @@ __all__ = [
     "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "fast_decode_plan",

@@ -170,6 +170,23 @@ v: values, likewise.
     COMMON,
 )
 
+VARIABLE_SPARSE = Table(
+    """
+backend: the name of one of FlashInfer's backends; a hint that is ignored.
+block_mask_map: [num_kv_heads, MB, NB] bool, which blocks of keys each block of queries sees; read on the host.
+block_row_sz: [num_kv_heads, MB], queries of each block; those of a KV head are all of its queries.
+block_col_sz: [num_kv_heads, NB], keys of each block, likewise. Sizes with a common divisor are read in larger pieces.
+causal (refused): blocks say what is seen
+q: queries, [num_qo_heads, qo_len, head_dim].
+k: keys, [num_kv_heads, kv_len, head_dim].
+v: values, likewise.
+out: where to write the output as FlashInfer's kernel does, [num_kv_heads * qo_len, num_qo_heads / num_kv_heads,
+    head_dim]; what is returned is another tensor.
+lse: where to write the lse, [num_kv_heads * qo_len, num_qo_heads / num_kv_heads] float32, likewise.
+""",
+    COMMON,
+)
+
 CASCADE = Table(
     """
 num_levels: how many levels there are.

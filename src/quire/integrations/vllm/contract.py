@@ -9,7 +9,8 @@ key and its value in one row, in any of six physical orders.
 In 0.20 the backend of multi-head latent attention (MLA) also prefills. In 0.33 prefill has separate backends, which are
 chosen separately; plug-ins have the name CUSTOM there.
 
-In 0.33 models whose indexer chooses keys have a base class of their own for MLA.
+In 0.33 models whose indexer chooses keys have a base class of their own for MLA. Layers of MiniMax M3 ask for no
+backend, so Quire registers the model.
 
 In 0.33 a layer's cache says whether several ranks share it, since that of a draft model may not be. The functions that
 combine the results of these ranks moved from one module to another.
@@ -33,6 +34,8 @@ SUPPORTED = (Version("0.20"), Version("0.34"))  # from, and before
 BACKEND = "quire.integrations.vllm.choice.Backend"
 PREFILL = "quire.integrations.vllm.prefill.QuirePrefill"
 SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
+MINIMAX_M3 = "vllm.models.minimax_m3"
+MODELS = {"MiniMaxM3SparseForCausalLM": MINIMAX_M3}  # architectures whose layers ask for no backend, and their homes
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
 SCALE_BYTES = 4
 
@@ -83,6 +86,10 @@ def register() -> None:
         registry().register_backend(backends.CUSTOM, BACKEND)
     if has_prefill_backends() and not prefill_registry().MLAPrefillBackendEnum.CUSTOM.is_overridden():
         prefill_registry().register_mla_prefill_backend(prefill_registry().MLAPrefillBackendEnum.CUSTOM, PREFILL)
+    models = load("vllm.model_executor.models.registry").ModelRegistry
+    for name, home in MODELS.items():
+        if getattr(models.models.get(name), "module_name", None) == home:  # vLLM's own, and no other plug-in's
+            models.register_model(name, f"quire.integrations.vllm.models:{name}")
 
 
 def reduce_backend_name(name: Any) -> tuple[Any, ...]:
@@ -104,6 +111,11 @@ def registered_name() -> Any:
 def backend_name() -> str:
     """Return the name by which users choose the backend."""
     return "QUIRE" if takes_names() else "CUSTOM"
+
+
+def is_chosen(vllm_config: Any) -> bool:
+    """Whether the user chose Quire."""
+    return getattr(vllm_config.attention_config.backend, "name", None) == backend_name()
 
 
 def takes_names() -> bool:

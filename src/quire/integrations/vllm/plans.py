@@ -116,7 +116,7 @@ class Planner:
         max_query_len: int,
         max_seq_len: int,
         paged: bool = True,
-        lists: torch.Tensor | None = None,  # [num_tokens, width] int32, positions of keys that each token sees
+        chosen: ChosenKeys | None = None,  # the keys that each token sees
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
@@ -132,14 +132,14 @@ class Planner:
             table.stride(0),
             seq_lens.data_ptr(),
             None if starts is None else starts.data_ptr(),
-            None if lists is None else (lists.data_ptr(), lists.shape[1], lists.stride(0)),
+            None if chosen is None else (chosen.indices.data_ptr(), chosen.indices.shape[1:], chosen.indices.stride()),
         )
         key = spec, num_tokens, max_query_len, max_seq_len, seq_lens.shape[0], memory
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = quire.plan(
                 spec,
-                quire.Batch(table, seq_lens, starts, paged=paged, chosen=None if lists is None else ChosenKeys(lists)),
+                quire.Batch(table, seq_lens, starts, paged=paged, chosen=chosen),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
                 num_tokens=num_tokens,

@@ -82,7 +82,7 @@ class QuireSparseMLAMetadata(sparse.SparseMLACommonMetadata):
             num_tokens=num_tokens,
             max_query_len=longest,
             max_seq_len=self.max_seq_len,
-            lists=lists,
+            chosen=ChosenKeys(lists),
         )
 
 

@@ -23,10 +23,9 @@ from quire.kernels.chosen.kernel import find_sequence
 from quire.kernels.gluon.compat import copy_async
 from quire.kernels.gluon.pipeline import wait, wait_at
 from quire.kernels.mla_hopper.lists import hand_over_flags
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, scales_of
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, TILE, scales_of
 from quire.kernels.mla_hopper.producer import raw_tile
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
-from quire.kernels.mla_hopper.schedule import TILE
 
 WARPS = gl.constexpr(4)  # of the producer
 # Of a tile's rows: sixteen at once, each by eight threads.

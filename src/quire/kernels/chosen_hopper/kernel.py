@@ -21,10 +21,9 @@ from quire.kernels.chosen_hopper.gather import (
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.lists import Items, TokenLists
 from quire.kernels.mla_hopper.many_rows import consume_many
-from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
+from quire.kernels.mla_hopper.memory import EVEN, ODD, ROWS, allocate
 from quire.kernels.mla_hopper.program import Config, Outputs, Program, Queries
-from quire.kernels.mla_hopper.schedule import ROWS
-from quire.kernels.scheduler import Lengths
+from quire.kernels.schedule import Lengths
 
 NUMBERS = (  # which change from layer to layer and step to step: kernels are the same for all of them
     "num_tokens", "num_splits", "num_seqs", "width", "stride_list", "stride_lens", "stride_table", "stride_page",

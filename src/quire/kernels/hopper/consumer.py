@@ -16,10 +16,10 @@ from quire.kernels.hopper.operands import State, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
-from quire.kernels.hopper.schedule import load_intervals
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import Products, Sight, scaled
 from quire.kernels.hopper.work_tile import ROWS, publish_poison, read_cut, read_poison, read_range, read_work_tile
+from quire.kernels.schedule import load_intervals
 
 
 @gluon.jit

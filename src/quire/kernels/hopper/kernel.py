@@ -22,10 +22,10 @@ from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.memory import allocate, allocate_stored
 from quire.kernels.hopper.producer import Sources, produce
 from quire.kernels.hopper.results import Outputs
-from quire.kernels.hopper.schedule import Planned
 from quire.kernels.hopper.softmax import Scoring
 from quire.kernels.hopper.tile_scheduler import Batch, Division
 from quire.kernels.primitives import in_units
+from quire.kernels.schedule import Planned
 
 
 @gluon.constexpr_function

@@ -25,7 +25,6 @@ MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of othe
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
-CUT_OVERHEAD = 192  # keys that a row block could see in the time that a work tile takes for other things
 # Rows of a box in tiles of 96 keys. Of eight, there are twelve, whose pages find no room in the producer's uniform
 # registers: 485 us instead of 349 (NVIDIA H200, 2026-11-26).
 MIN_BOX_OF_PIECES = 16
@@ -189,7 +188,7 @@ class HopperLaunch:
 
     def search(self, asked: tuple[int, int]) -> "Search":
         """Return the launch that finds the schedule, for tiles of so many keys and so many programs."""
-        from quire.kernels.hopper.schedule import FIELDS, PLACES, hopper_schedule_kernel
+        from quire.kernels.schedule import FIELDS, PLACES, hopper_schedule_kernel
         from quire.kernels.scheduler import Search
 
         (block_n, num_programs), request = asked, self.request

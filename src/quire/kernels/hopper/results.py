@@ -81,6 +81,11 @@ def finish(state, own, memory, work, work_i, outputs, config):
     if config.FIXED_SPLIT > 0:  # as `states.finish` does
         inverse = gl.fma(inverse, gl.fma(-safe, inverse, gl.zeros_like(safe) + 1.0), inverse)
     results = scaled(accs, inverse)
+    if config.FIXED_SPLIT > 0:
+        unsigned = ()
+        for i in gl.static_range(len(accs)):
+            unsigned = unsigned + (results[i] + 0.0,)
+        results = unsigned
     COLUMNS: gl.constexpr = pieces_of(config.HEAD_DIM_V, 64)
     if EXCHANGED:
         exchanged = ()

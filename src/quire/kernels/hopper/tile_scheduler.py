@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
-from quire.kernels.hopper.schedule import FIELDS
-from quire.kernels.hopper.work_tile import Cut, Range, WorkTile, split_of_cut, split_of_keys
+from quire.kernels.hopper.work_tile import Cut, Range, WorkTile
+from quire.kernels.schedule import FIELDS, split_of_cut, split_of_keys
 
 
 class Batch(NamedTuple):

@@ -85,40 +85,6 @@ def read_poison(published, wg: gl.constexpr, Q_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_keys(kv_start, kv_stop, BLOCK_N: gl.constexpr):
-    """Return the first of the tiles that a row block sees, and the one after the last. There is at least one."""
-    start = kv_start // BLOCK_N
-    return start, gl.maximum((kv_stop + BLOCK_N - 1) // BLOCK_N, start + 1)
-
-
-@gluon.jit
-def last_and_count(low, high, stop):
-    """Return the last of the tiles from `low` to `high`, and how many there are.
-
-    An empty range gives one tile, `stop`, of which no row sees a key.
-    """
-    return gl.where(high > low, high - 1, stop), gl.maximum(high - low, 1)
-
-
-@gluon.jit
-def split_of_keys(kv_start, kv_stop, split, num_splits, BLOCK_N: gl.constexpr):
-    """Return (last tile, number of tiles) of a split of the keys that a row block sees."""
-    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
-    low = start + (stop - start) * split // num_splits
-    high = start + (stop - start) * (split + 1) // num_splits
-    return last_and_count(low, high, stop)
-
-
-@gluon.jit
-def split_of_cut(kv_start, kv_stop, cut, BLOCK_N: gl.constexpr):
-    """Return the same as `split_of_keys`, for a row block that is cut. This takes no division."""
-    start, stop = tiles_of_keys(kv_start, kv_stop, BLOCK_N)
-    low = start + ((stop - start) * cut.split >> cut.shift)
-    high = start + ((stop - start) * (cut.split + 1) >> cut.shift)
-    return last_and_count(low, high, stop)
-
-
-@gluon.jit
 def visible_keys(work, window_left, window_right):
     """Return the first key that any query of the sequence sees, and the one after the last.
 

@@ -9,8 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.softmax import lse_of_rows
-from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE
-from quire.kernels.mla_hopper.schedule import TILE
+from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE, TILE
 
 
 @gluon.jit

@@ -11,8 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.lists import TokenLists, count_of
+from quire.kernels.mla_hopper.memory import ROWS, TILE
 from quire.kernels.mla_hopper.program import Outputs
-from quire.kernels.mla_hopper.schedule import ROWS, TILE, load_mla_cut
+from quire.kernels.schedule import load_cut
 
 WIDTH = gl.constexpr(512)  # columns of the values
 
@@ -27,7 +28,7 @@ def mla_combine_kernel(
     gdc_launch_dependents()
     row_block = gl.program_id(1)
     # The schedule and the lengths are older than the attention kernel, which still runs.
-    cut = load_mla_cut(cuts_ptr, row_block * gl.num_programs(0) + gl.program_id(0))
+    cut = load_cut(cuts_ptr, row_block * gl.num_programs(0) + gl.program_id(0))
     q_start, q_len = cut.seq, 1
     if cu_seqlens_q is not None:
         q_start = gl.load(cu_seqlens_q + cut.seq)

@@ -29,9 +29,8 @@ from quire.kernels.mla_hopper.columns import (
 )
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.lists import without_unseen
-from quire.kernels.mla_hopper.memory import QUARTER, ROPE, scales_of
+from quire.kernels.mla_hopper.memory import QUARTER, ROPE, TILE, scales_of
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
-from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 

@@ -32,9 +32,8 @@ from quire.kernels.mla_hopper.columns import (
 )
 from quire.kernels.mla_hopper.fp8_operands import key_operands, merge_columns, query_operands, value_operands
 from quire.kernels.mla_hopper.latents import make_latents
-from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE
+from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
-from quire.kernels.mla_hopper.schedule import TILE
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 

@@ -23,11 +23,10 @@ from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
 from quire.kernels.mla_hopper.latents import produce_latents
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum_values
-from quire.kernels.mla_hopper.memory import EVEN, ODD, allocate
+from quire.kernels.mla_hopper.memory import EVEN, ODD, ROWS, allocate
 from quire.kernels.mla_hopper.producer import convert, produce
 from quire.kernels.mla_hopper.program import Config, Outputs, Program, Queries, Source
-from quire.kernels.mla_hopper.schedule import ROWS, load_mla_part
-from quire.kernels.scheduler import Lengths
+from quire.kernels.schedule import Lengths, load_latent_part
 
 
 @gluon.jit(
@@ -54,7 +53,7 @@ def mla_hopper_kernel(
         row_block = index * 0
     if is_found_now:  # by the launch before this one, for which `load_mla_part` has to wait
         gdc_wait()
-    part = load_mla_part(parts_ptr, row_block * num_partitions + index)
+    part = load_latent_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:
         s = allocate_products(kv_desc.dtype)
     elif COLUMNS == ROWS:

@@ -16,11 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.gluon.compat import aggregate, tma_load
 from quire.kernels.gluon.pipeline import THREADS, SmemPipeline, make_barriers
-from quire.kernels.mla_hopper.lists import make_seen
-from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE, make_scales
+from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE, TILE, make_scales, make_seen
 from quire.kernels.mla_hopper.producer import load_first_pages, load_pages, produce_next, row_of
 from quire.kernels.mla_hopper.program import first_sequence, work_of
-from quire.kernels.mla_hopper.schedule import TILE
 
 
 @aggregate

@@ -71,7 +71,7 @@ class MLAHopperLaunch:
 
     @property
     def combine_cost(self) -> float:
-        """Cost of the partials of one tile, for `schedule.Costs`.
+        """Cost of the partials of one tile, for `schedule.latent_partition_size`.
 
         With cost c, t tiles in partitions of s tiles take the time of s + c * t / s tiles. That is least where s is the
         root of c * t. The cost is that of a partial's rows (NVIDIA H200, 2026-11-22).
@@ -114,14 +114,15 @@ class MLAHopperLaunch:
 
     def search(self, asked: None) -> "Search":
         """Return the launch that finds the schedule."""
-        from quire.kernels.mla_hopper.schedule import CUT_FIELDS, PART_FIELDS, mla_schedule_kernel
+        from quire.kernels.schedule import CUT_FIELDS, FIELDS, mla_schedule_kernel
         from quire.kernels.scheduler import Search
 
         parts, cuts, row_blocks, spec = self.num_partitions, self.num_cuts, self.row_blocks, self.request.spec
         costs = self.combine_cost, self.sequence_cost, int(spec.causal)
         fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
-        sizes = row_blocks * parts * PART_FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
-        meta = {"NUM_HEADS": spec.num_q_heads, "PDL": True, "num_warps": 1, "launch_pdl": True}
+        sizes = row_blocks * parts * FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
+        units = {"GROUP": spec.num_q_heads, "BLOCK_M": ROWS, "UNIT": TILE}
+        meta = units | {"PDL": True, "num_warps": 1, "launch_pdl": True}
         return Search(mla_schedule_kernel, row_blocks * max(parts, cuts), sizes, fixed, meta)
 
     @once

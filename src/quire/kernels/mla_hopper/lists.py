@@ -15,9 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from quire.kernels.gluon.pipeline import make_barriers, wait_at
-from quire.kernels.mla_hopper.schedule import TILE
-from quire.kernels.portable.schedule import Sequence
+from quire.kernels.gluon.pipeline import wait_at
+from quire.kernels.mla_hopper.memory import TILE
+from quire.kernels.schedule import Sequence
 
 
 class TokenLists(NamedTuple):
@@ -32,23 +32,9 @@ class TokenLists(NamedTuple):
 
 
 class Items(NamedTuple):
-    """The items of a batch, in place of a `schedule.Part`."""
+    """The items of a batch, in place of a `schedule.LatentPart`."""
 
     last_seq: Any  # the last item
-
-
-class Seen(NamedTuple):
-    """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
-
-    flags: Any  # [places, TILE] int32: 0 for a key that isn't seen, 1 for one that is; 2 for each if all are
-    full: Any  # barriers: the flags are stored
-
-
-@gluon.jit
-def make_seen(PLACES: gl.constexpr):
-    """Allocate flags of PLACES tiles."""
-    flags = gl.allocate_shared_memory(gl.int32, [PLACES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Seen(flags, make_barriers(PLACES, 1))
 
 
 @gluon.jit

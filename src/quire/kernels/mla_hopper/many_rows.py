@@ -25,10 +25,9 @@ from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
 from quire.kernels.gluon.pipeline import wait
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.lists import without_unseen
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROWS, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
 from quire.kernels.mla_hopper.rescale import raised, rescaled
-from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 

@@ -33,9 +33,8 @@ from quire.kernels.gluon.pipeline import make_barrier, make_barriers, wait
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.latents import make_latents
-from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE
+from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, ROWS, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
-from quire.kernels.mla_hopper.schedule import ROWS, TILE
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits

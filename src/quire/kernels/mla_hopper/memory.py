@@ -9,10 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import reinterpret
-from quire.kernels.gluon.pipeline import THREADS, make_barrier
-from quire.kernels.mla_hopper.lists import make_seen
-from quire.kernels.mla_hopper.schedule import ROWS, TILE
+from quire.kernels.gluon.pipeline import THREADS, make_barrier, make_barriers
+from quire.kernels.mla_hopper import launch
 
+ROWS, TILE = gl.constexpr(launch.ROWS), gl.constexpr(launch.TILE)
 HALF = gl.constexpr(256)  # columns of the values that a consumer warpgroup owns
 QUARTER = gl.constexpr(128)  # columns that are loaded, waited for and freed together
 ROPE = gl.constexpr(64)  # rope columns
@@ -41,8 +41,15 @@ class Shared(NamedTuple):
     total_full: Any  # both sums are stored
     raw_full: Any  # fp8 latents: 8 barriers: the quarter has arrived
     peak_full: Any  # fp8 latents with one scale: 1: both warpgroups have stored the absolute maxima of their queries
-    seen: Any  # chosen keys: 1: lists.Seen of the even and of the odd tile
+    seen: Any  # chosen keys: 1: Seen of the even and of the odd tile
     scales: Any  # records: 1: [2, SCALES, TILE] of the even and of the odd tile
+
+
+class Seen(NamedTuple):
+    """Flags of the keys of tiles, in as many places as there are tiles in shared memory."""
+
+    flags: Any  # [places, TILE] int32: 0 for a key that isn't seen, 1 for one that is; 2 for each if all are
+    full: Any  # barriers: the flags are stored
 
 
 @gluon.jit
@@ -90,6 +97,13 @@ def one_by_one(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     for _ in gl.static_range(NUMBER):
         barriers = barriers + (make_barrier(ARRIVALS),)
     return barriers
+
+
+@gluon.jit
+def make_seen(PLACES: gl.constexpr):
+    """Allocate flags of PLACES tiles."""
+    flags = gl.allocate_shared_memory(gl.int32, [PLACES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Seen(flags, make_barriers(PLACES, 1))
 
 
 @gluon.jit

@@ -12,9 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quire.kernels.gluon.compat import reinterpret, tma_load
 from quire.kernels.gluon.pipeline import wait
-from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE
+from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
-from quire.kernels.mla_hopper.schedule import TILE
 
 # Tiles of a partition up to which L2 fetches ahead. In longer loops that was slower (NVIDIA H200, 2026-11-25; what it
 # gains is in docs/notes/mla_hopper.md).

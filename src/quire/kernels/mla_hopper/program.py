@@ -7,8 +7,17 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.mla_hopper.lists import first_item, next_item, tiles_of_part
-from quire.kernels.mla_hopper.schedule import ROWS, SEQS, TO_THE_END, num_tiles, visible_keys
-from quire.kernels.portable.schedule import Sequence, is_as_planned, load_sequence
+from quire.kernels.mla_hopper.memory import ROWS, TILE
+from quire.kernels.schedule import (
+    NO_END,
+    SEQS,
+    Sequence,
+    Units,
+    is_as_planned,
+    load_sequence,
+    num_tiles,
+    visible_keys,
+)
 
 
 class Queries(NamedTuple):
@@ -66,8 +75,8 @@ class Program(NamedTuple):
 
     queries: Any  # Queries
     outputs: Any  # Outputs
-    lengths: Any  # scheduler.Lengths
-    part: Any  # schedule.Part
+    lengths: Any  # schedule.Lengths
+    part: Any  # schedule.LatentPart
     index: Any  # of the partition
     num_partitions: Any  # or programs that items go to in turn
     row_block: Any
@@ -180,9 +189,10 @@ def work_of(program, seq, known, tile, row_block):
         return Work(known.first_pos, known.seq_len, known.seq_len, tile, count, is_whole, is_whole, seq >= 0)
     else:
         part = program.part
-        visible = visible_keys(known, row_block, program.causal, program.config.NUM_HEADS)
-        tiles = num_tiles(known.q_len, visible, row_block, program.config.NUM_HEADS)
-        is_cut = (seq == part.last_seq) & (part.stop != TO_THE_END)
+        U: gl.constexpr = Units(program.config.NUM_HEADS, ROWS, TILE, 0)
+        visible = visible_keys(known, row_block, program.causal, U)
+        tiles = num_tiles(known.q_len, visible, row_block, U)
+        is_cut = (seq == part.last_seq) & (part.stop != NO_END)
         count = gl.where(is_cut, part.stop, tiles) - tile
         as_planned = (tiles == part.last_tiles) | (not is_cut)
         return Work(known.first_pos, known.seq_len, visible, tile, count, tile == 0, not is_cut, as_planned)

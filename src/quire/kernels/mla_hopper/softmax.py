@@ -4,8 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import reinterpret
-from quire.kernels.mla_hopper.memory import QUARTER
-from quire.kernels.mla_hopper.schedule import ROWS, TILE
+from quire.kernels.mla_hopper.memory import QUARTER, ROWS, TILE
 
 
 @gluon.jit

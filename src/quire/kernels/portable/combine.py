@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from quire.kernels.portable.schedule import load_cut
 from quire.kernels.primitives import find_rows
+from quire.kernels.schedule import load_cut
 from quire.kernels.states import Outputs, combine_at_once, store_result
 
 

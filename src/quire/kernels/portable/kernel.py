@@ -27,18 +27,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.panels import columns_of, join_pairs
 from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.portable.schedule import (
-    Sequence,
-    Units,
-    is_as_planned,
-    load_part,
-    load_sequence,
-    next_row_block,
-    skip_decoding,
-    skip_prompts,
-    span,
-    units_here,
-)
 from quire.kernels.primitives import (
     Inputs,
     Keys,
@@ -57,6 +45,18 @@ from quire.kernels.primitives import (
     table_row,
     within_bounds,
     write_new,
+)
+from quire.kernels.schedule import (
+    Sequence,
+    Units,
+    is_as_planned,
+    load_part,
+    load_sequence,
+    next_row_block,
+    skip_decoding,
+    skip_prompts,
+    span,
+    units_here,
 )
 from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
 

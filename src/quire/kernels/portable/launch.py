@@ -309,12 +309,12 @@ class PortableLaunch:
 
     def search(self, asked: int) -> "Search":
         """Return the launch that finds the schedule, for units of so many keys."""
-        from quire.kernels.portable.schedule import CUT_FIELDS, PART_FIELDS, schedule_kernel
+        from quire.kernels.schedule import CUT_FIELDS, FIELDS, schedule_kernel
         from quire.kernels.scheduler import Search
 
         parts, cuts = self.num_partitions, self.num_cuts
         fixed = *self.partition_costs, *self.window, self.request.num_seqs, parts, cuts
-        sizes = parts * PART_FIELDS.value, cuts * CUT_FIELDS.value
+        sizes = parts * FIELDS.value, cuts * CUT_FIELDS.value
         return Search(schedule_kernel, max(parts, cuts), sizes, fixed, self.schedule_constexprs() | {"UNIT": asked})
 
     def schedule_constexprs(self) -> dict[str, Any]:
