@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from quire.cache_formats import FORMATS, check_format, check_widths
 from quire.errors import UnsupportedError, check_flag, check_integer, check_positive, describe
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LATENT_FP8_DTYPES = (torch.float8_e4m3fn,)
+FORMAT_DTYPE = torch.uint8  # of caches in one of FORMATS: bytes
 MAX_HEAD_DIM = 512
 MAX_HEADS = (1 << 16) - 1  # programs on the second axis of a CUDA grid; models have some hundred heads
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
@@ -51,6 +53,8 @@ class AttentionSpec:
             `head_dim_v` columns are the value (multi-head latent attention with absorbed projections, DeepSeek-V2,
             arXiv 2405.04434). There is one KV head. `head_dim_v` is a multiple of 16 from 16 to 512, and
             `head_dim - head_dim_v`, the rotary columns, is one from 0 to 128. `AttentionSpec.mla` names these widths.
+        kv_format: of a cache below eight bits, in place of `kv_dtype`, which is then uint8: "int4", "nvfp4" or "k8v4".
+            `PagedKVCache` says what they hold. Not for latents.
 
     Attributes:
         cache_signature: the `PagedKVCache.signature` of a cache for this spec.
@@ -82,7 +86,8 @@ class AttentionSpec:
     allow_tf32: bool
     allow_fp8: bool
     latent: bool
-    cache_signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False, compare=False)
+    kv_format: str | None
+    cache_signature: tuple[torch.dtype | str, int, int, int, bool] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class AttentionSpec:
         allow_tf32: bool = False,
         allow_fp8: bool = False,
         latent: bool = False,
+        kv_format: str | None = None,
     ) -> None:
         check_flag("latent", latent, "AttentionSpec.mla makes a spec with latents")
         heads_advice = "pass the heads of one tensor-parallel rank, not of the whole model"
@@ -129,10 +135,20 @@ class AttentionSpec:
             head_dim = _check_head_dim("head_dim", head_dim)
             head_dim_v = head_dim if head_dim_v is None else _check_head_dim("head_dim_v", head_dim_v)
         dtype = _check_dtype("dtype", dtype, QUERY_DTYPES, "cast the queries")
-        if kv_dtype is None:
-            kv_dtype = dtype
-        advice = "view the cache as its real dtype (engines often hand fp8 over as uint8)"
-        _check_dtype("kv_dtype", kv_dtype, (dtype, *(LATENT_FP8_DTYPES if latent else QUANTISED_DTYPES)), advice)
+        check_format(kv_format)
+        if kv_format is not None:
+            if latent:
+                raise UnsupportedError(f"kv_format must be left out where latent=True, got {kv_format!r}; use e4m3")
+            if kv_dtype not in (None, FORMAT_DTYPE):
+                raise ValueError(
+                    f"kv_dtype must be left out with kv_format {kv_format!r}, got {describe(kv_dtype)}; it holds bytes"
+                )
+            check_widths(kv_format, head_dim, head_dim_v)
+            kv_dtype = FORMAT_DTYPE
+        else:
+            kv_dtype = dtype if kv_dtype is None else kv_dtype
+            advice = "view the cache as its real dtype (engines often hand fp8 over as uint8)"
+            _check_dtype("kv_dtype", kv_dtype, (dtype, *(LATENT_FP8_DTYPES if latent else QUANTISED_DTYPES)), advice)
         if softmax_scale is None and latent:
             raise ValueError(
                 "softmax_scale must be given where latent=True, got None; the width of a latent does not say it: "
@@ -176,7 +192,8 @@ class AttentionSpec:
             "allow_tf32": allow_tf32,
             "allow_fp8": allow_fp8,
             "latent": latent,
-            "cache_signature": (kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
+            "kv_format": kv_format,
+            "cache_signature": (kv_format or kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -255,6 +272,15 @@ class AttentionSpec:
     def qk_rope_head_dim(self) -> int:
         """Rotary columns of a latent, where `latent`."""
         return self.head_dim - self.head_dim_v
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in the cache, for all KV heads; with the scales of a `kv_format`, and without others."""
+        if self.kv_format is not None:
+            k, v, _ = FORMATS[self.kv_format]
+            return self.num_kv_heads * (k.bytes_of(self.head_dim) + v.bytes_of(self.head_dim_v))
+        width = self.head_dim if self.latent else self.head_dim + self.head_dim_v
+        return self.num_kv_heads * width * self.kv_dtype.itemsize
 
     @property
     def group_size(self) -> int:
