@@ -24,7 +24,7 @@ from quire.kernels import launcher
 from quire.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent
-WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_peers.md", "h200_tree.md", "vllm_h200.md"}  # of results
+WRITTEN_BY_COMMANDS = {"h200.md", "h200_graphs.md", "h200_peers.md", "vllm_h200.md"}  # of results
 PAGES = sorted(
     page.relative_to(ROOT)
     for page in [
