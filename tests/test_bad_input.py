@@ -380,7 +380,21 @@ def confirm_spec(a: dict[str, Any], spec: Any) -> bool:
 
 def make_cache() -> tuple[Callable, dict[str, Any]]:
     p = make_problem(dataclasses.replace(SPEC, kv_dtype=torch.int8), LENS, page_size=4, scales="tensor")
-    return quire.PagedKVCache, dict(k=p.cache.k, v=p.cache.v, layout="NHD", k_scale=0.02, v_scale=0.5)
+    of_format = dict(kv_format=None, k_block_scale=None, v_block_scale=None)
+    return quire.PagedKVCache, dict(k=p.cache.k, v=p.cache.v, layout="NHD", k_scale=0.02, v_scale=0.5, **of_format)
+
+
+def nvfp4_problem() -> Any:
+    return make_problem(dataclasses.replace(SPEC, kv_dtype=None, kv_format="nvfp4"), LENS, page_size=4)
+
+
+def make_nvfp4_cache() -> tuple[Callable, dict[str, Any]]:
+    cache = nvfp4_problem().cache
+    return quire.PagedKVCache, {"k": cache.k, "v": cache.v, "layout": "NHD", **cache.scales}
+
+
+def confirm_nvfp4_cache(a: dict[str, Any], cache: Any) -> bool:
+    return run(dataclasses.replace(nvfp4_problem(), cache=cache))
 
 
 def confirm_cache(a: dict[str, Any], cache: Any) -> bool:
@@ -872,6 +886,7 @@ CALLS = {
     "AttentionSpec, latents": Call(make_latent_spec, confirm_spec),
     "AttentionSpec.mla": Call(make_mla, confirm_mla),
     "PagedKVCache": Call(make_cache, confirm_cache),
+    "PagedKVCache, nvfp4": Call(make_nvfp4_cache, confirm_nvfp4_cache),
     "PagedKVCache.empty": Call(make_empty, confirm_empty),
     **{
         name: call

@@ -15,7 +15,18 @@ import quire_tools
 ROOT, TOOLS = Path(quire.__file__).parent, Path(quire_tools.__file__).parent
 LAYERS = (  # those of DESIGN.md, from the lowest up; a module imports from its own layer and those below
     (
-        *("errors", "spec", "state", "batch", "chosen", "checks.batch", "cache", "cache_layout", "allocator"),
+        *(
+            "errors",
+            "spec",
+            "state",
+            "batch",
+            "chosen",
+            "checks.batch",
+            "cache",
+            "cache_layout",
+            "cache_formats",
+            "allocator",
+        ),
         *("norm_rope", "intervals", "draft_trees", "reference", "score_functions", "version", "log"),
     ),
     ("triton_internals",),

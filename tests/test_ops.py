@@ -92,7 +92,7 @@ def test_a_step_that_rotates_under_compile(norm_rope):
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert torch.equal(caches[1].k, caches[0].k) and torch.equal(caches[1].v, caches[0].v)
     rotation, norm = how.get("rope", (None, None, None, False)), how.get("qk_norm", (None, None, 1.0))
-    stored = caches[0].k, caches[0].v, *[None] * 4, "NHD"
+    stored = caches[0].k, caches[0].v, *[None] * 4, "NHD", None, None, None
     results = *rotation, *norm, torch.zeros_like(p.q)
     torch.library.opcheck(torch.ops.quire.norm_rope_and_write.default, (p.q, k, v, slots, *stored, *results))
 
@@ -231,7 +231,7 @@ def test_opcheck_of_latents():
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), plan.workspace
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (*q, clean, None, None, None, "NHD", *tables, None, None, None, *results, *asked_of(plan)),
+        (*q, clean, *[None] * 5, "NHD", *tables, None, None, None, *results, *asked_of(plan)),
     )
     torch.library.opcheck(torch.ops.quire.write_latent.default, (*new, clean, 32, None, slots))
 
@@ -259,11 +259,11 @@ def test_opcheck():
     b = p.batch
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (p.q, None, clean.k, clean.v, None, None, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
+        (p.q, None, clean.k, clean.v, *[None] * 4, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
          *NO_LISTS, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
     )  # fmt: skip
     torch.library.opcheck(
-        torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, None, None, None, None, "NHD", slots)
+        torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, *[None] * 4, "NHD", None, None, None, slots)
     )
     torch.library.opcheck(torch.ops.quire.merge_states.default, ([p.q, p.q * 2], [torch.zeros(3, 4), torch.ones(3, 4)]))
 

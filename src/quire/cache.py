@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from quire.cache_formats import FORMAT_LAYOUTS, FORMATS, Format, check_format
 from quire.cache_layout import (
     HEAD_AXIS,
     LATENT_LAYOUTS,
@@ -26,6 +27,8 @@ from quire.cache_layout import (
     RECORDS,
     SLOT_AXIS,
     Record,
+    check_block_scale,
+    check_format_pages,
     check_latent_scale,
     check_latents,
     check_layout,
@@ -43,7 +46,7 @@ from quire.errors import (
     has_strides,
     shown,
 )
-from quire.spec import QUANTISED_DTYPES, UNBOUNDED, AttentionSpec
+from quire.spec import FORMAT_DTYPE, QUANTISED_DTYPES, UNBOUNDED, AttentionSpec
 
 
 class Strides(NamedTuple):
@@ -86,16 +89,29 @@ class PagedKVCache:
             element (per tensor), or a float32 tensor [num_kv_heads] (per head) or
             [num_pages, page_size, num_kv_heads] (per token and head, any strides).
         v_scale: the same for values; of the same shape and strides as `k_scale`.
+        kv_format: of a cache below eight bits, whose k and v are bytes (uint8) in layout "NHD" or "HND". The lower half
+            of a byte is an even column, the upper half the odd one after it. None for other caches.
+            "int4", vLLM's int4_per_token_head: k [num_pages, page_size, num_kv_heads, head_dim / 2], v likewise, and
+            scales per token and head, whose lowest four bits are a zero point: key = (number - zero point) * scale,
+            where these bits of the scale are 0.
+            "nvfp4", vLLM's and FlashInfer's: the same shapes with numbers in e2m1, and block scales: key = number *
+            block scale * k_scale, which is per tensor or per head. head_dim is a multiple of 16, and of values the
+            same.
+            "k8v4": keys are bytes in e4m3, [num_pages, page_size, num_kv_heads, head_dim], with a scale per token and
+            head; values are those of "int4".
+        k_block_scale: of nvfp4, float8_e4m3fn or its bytes, [num_pages, page_size, num_kv_heads, head_dim / 16] in
+            every layout; any strides with a contiguous last dimension.
+        v_block_scale: the same for values; of the same shape and strides.
 
     Attributes:
-        dtype: of the stored elements.
+        dtype: of the stored elements; uint8 where there is a kv_format.
         device: where the pages are.
         num_pages: pages in the pool (tokens, where not paged).
         page_size: tokens per page; `UNBOUNDED` where not paged, as a sequence there is one page.
         num_kv_heads: KV heads.
         head_dim: width of a key.
         head_dim_v: width of a value.
-        signature: dtype, KV heads, both head dims and `is_latent`, to be compared with
+        signature: dtype or kv_format, KV heads, both head dims and `is_latent`, to be compared with
             `AttentionSpec.cache_signature`.
         scale_kind: "none", "head" (per tensor or per head), "token" (per token and head) or "record" (within
             records).
@@ -127,11 +143,14 @@ class PagedKVCache:
     num_kv_heads: int = field(init=False, repr=False)
     head_dim: int = field(init=False, repr=False)
     head_dim_v: int = field(init=False, repr=False)
-    signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False)
+    signature: tuple[torch.dtype | str, int, int, int, bool] = field(init=False, repr=False)
     scale_kind: Literal["none", "head", "token", "record"] = field(init=False, repr=False)
     is_expanded: bool = field(init=False, repr=False)
     is_latent: bool = field(init=False, repr=False)
     latents: torch.Tensor = field(init=False, repr=False)
+    kv_format: str | None = field(default=None, init=False, repr=False)
+    k_block_scale: torch.Tensor | None = field(default=None, init=False, repr=False)
+    v_block_scale: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     def __init__(
         self,
@@ -140,13 +159,22 @@ class PagedKVCache:
         layout: str = "NHD",
         k_scale: torch.Tensor | float | None = None,
         v_scale: torch.Tensor | float | None = None,
+        *,
+        kv_format: str | None = None,
+        k_block_scale: torch.Tensor | None = None,
+        v_block_scale: torch.Tensor | None = None,
     ) -> None:
-        check_layout(layout, LAYOUTS)
+        form = check_format(kv_format)
+        check_layout(layout, LAYOUTS if form is None else FORMAT_LAYOUTS)
         check_tensor("k", k, "allocate the pages with `PagedKVCache.empty`")
         check_tensor("v", v, "allocate the pages with `PagedKVCache.empty`")
-        check_pages(k, v, layout)
+        if form is None or kv_format is None:
+            check_pages(k, v, layout)
+            head_dim, head_dim_v = k.shape[-1], v.shape[-1]
+        else:
+            k, v = (x.view(FORMAT_DTYPE) if x.dtype is torch.float8_e4m3fn else x for x in (k, v))
+            head_dim, head_dim_v = check_format_pages(k, v, layout, kv_format)
         num_kv_heads = k.shape[HEAD_AXIS[layout]]
-        head_dim, head_dim_v = k.shape[-1], v.shape[-1]
         if layout == "HDNX":
             head_dim, head_dim_v = k.shape[2] * k.shape[4], v.shape[2]
         values = {
@@ -160,9 +188,11 @@ class PagedKVCache:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "head_dim_v": head_dim_v,
-            "signature": (k.dtype, num_kv_heads, head_dim, head_dim_v, False),
+            "signature": (kv_format or k.dtype, num_kv_heads, head_dim, head_dim_v, False),
             "is_latent": False,
         }
+        if kv_format is not None:
+            values["kv_format"] = kv_format
         self._set(values)
         if (k_scale is None) != (v_scale is None):
             raise ValueError("k_scale and v_scale must be given together, got only one; pass 1.0 for the other")
@@ -175,7 +205,8 @@ class PagedKVCache:
                     f"v_scale must have k_scale's shape {tuple(k_scale.shape)} and strides {k_scale.stride()}, "
                     f"got {tuple(v_scale.shape)} and {v_scale.stride()}; expand one of them"
                 )
-        written = (k, v, k_scale, v_scale) if scale_kind == "token" else (k, v)
+        blocks = self._block_scales(k_block_scale, v_block_scale, scale_kind)
+        written = (k, v, *blocks, *((k_scale, v_scale) if scale_kind == "token" else ()))
         expanded = any(is_expanded(x) for x in written if x is not None)
         self._set({"k_scale": k_scale, "v_scale": v_scale, "scale_kind": scale_kind, "is_expanded": expanded})
 
@@ -263,6 +294,8 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Allocate an uninitialised cache for one layer of `spec`, with scales of 1 if it is quantised.
 
+        A `kv_format` has scales per token and head, or block scales, which are uninitialised too.
+
         For a spec with `latent=True`, it holds latents.
 
         Args:
@@ -287,9 +320,25 @@ class PagedKVCache:
             raise TypeError(f"spec must be an AttentionSpec, got {describe(spec)}; make one for the layer")
         num_pages = check_integer("num_pages", num_pages, "size the pool by the memory there is", 1, MAX_PAGES)
         page_size = check_integer("page_size", page_size, "16 is a common size", 1, UNBOUNDED - 1)
-        check_layout(layout, LATENT_LAYOUTS if spec.latent else PAGED_LAYOUTS)
+        form = check_format(spec.kv_format)
+        check_layout(layout, LATENT_LAYOUTS if spec.latent else PAGED_LAYOUTS if form is None else FORMAT_LAYOUTS)
         device = check_device("device", device, "leave it out for the default device")
         heads, dim, dim_v, dtype = spec.num_kv_heads, spec.head_dim, spec.head_dim_v, spec.kv_dtype
+        if form is not None:
+            middle = (heads, page_size) if layout == "HND" else (page_size, heads)
+            k, v = (
+                torch.empty(num_pages, *middle, codes.data_bytes(width), dtype=dtype, device=device)
+                for codes, width in ((form.k, dim), (form.v, dim_v))
+            )
+            per_token = num_pages, page_size, heads
+            if not form.has_blocks:
+                scales = (torch.empty(per_token, dtype=torch.float32, device=device) for _ in range(2))
+                return cls(k, v, layout, *scales, kv_format=spec.kv_format)
+            k_blocks, v_blocks = (
+                torch.empty(*per_token, dim // form.k.group, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)
+            )
+            blocks = {"k_block_scale": k_blocks, "v_block_scale": v_blocks}
+            return cls(k, v, layout, 1.0, 1.0, kv_format=spec.kv_format, **blocks)
         if layout == "HDNX":
             x = 16 // dtype.itemsize
             if dim % x:
@@ -337,7 +386,8 @@ class PagedKVCache:
             self._set({"k": k, "v": k[..., : self.head_dim_v]})
 
     def __repr__(self) -> str:
-        return shown(self, "latents" if self.is_latent else "k", "v", "layout", "k_scale", "v_scale")
+        names = "latents" if self.is_latent else "k", "v", "layout", "k_scale", "v_scale"
+        return shown(self, *names, "kv_format", "k_block_scale", "v_block_scale")
 
     @cached_property
     def records(self) -> LatentRecords:
@@ -358,6 +408,18 @@ class PagedKVCache:
             parts[1].view(record.scale_dtype),
             parts[2].view(torch.bfloat16) if rope else None,
         )
+
+    @property
+    def form(self) -> Format:
+        """How numbers are stored, where there is a `kv_format`."""
+        assert self.kv_format is not None
+        return FORMATS[self.kv_format]
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The keyword arguments that make such a cache of its `k`, `v` and `layout`."""
+        names = "k_scale", "v_scale", "kv_format", "k_block_scale", "v_block_scale"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def record(self) -> Record:
@@ -384,6 +446,14 @@ class PagedKVCache:
         if self.scale_kind == "head":
             return 0, 0, self.k_scale.stride(0)
         page, slot, head = self.k_scale.stride()
+        return page, slot, head
+
+    @cached_property
+    def block_strides(self) -> tuple[int, int, int]:
+        """Strides of the block scales of (page, slot, head), in bytes; v's are the same."""
+        if self.k_block_scale is None:
+            return 0, 0, 0
+        page, slot, head, _ = self.k_block_scale.stride()
         return page, slot, head
 
     @cached_property
@@ -414,16 +484,26 @@ class PagedKVCache:
         stored = [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
         small = tuple(x.untyped_storage().nbytes() < 1 << 31 for x in stored)
         facts = self.layout, self.page_size, self.strides, self.scale_kind, self.scale_strides
+        if self.kv_format is not None:
+            facts = *facts, self.kv_format, self.block_strides
         return _kind_of(self.dtype, self.is_latent, *facts, odd_offsets, small, self.has_wide_offsets)
 
     @property
-    def addresses(self) -> tuple[int, int, int | None, int | None] | tuple[int, int | None, int | None]:
-        """Of k, v and their scales; of latents, of the columns that are values, the rotary ones and the scales."""
+    def addresses(self) -> tuple[int | None, ...]:
+        """Of k, v, their scales and their block scales; of latents, of values, the rotary columns and the scales."""
         if self.is_latent:
             return self._addresses_of_latents()
+        if self.k_block_scale is not None:
+            return tuple(x.data_ptr() for x in (self.k, self.v, *self.scale_tensors))
         if self.k_scale is None or self.v_scale is None:
             return self.k.data_ptr(), self.v.data_ptr(), None, None
         return self.k.data_ptr(), self.v.data_ptr(), self.k_scale.data_ptr(), self.v_scale.data_ptr()
+
+    @property
+    def scale_tensors(self) -> list[torch.Tensor]:
+        """Those of k_scale, v_scale, k_block_scale and v_block_scale that there are."""
+        found = self.k_scale, self.v_scale, self.k_block_scale, self.v_block_scale
+        return [x for x in found if x is not None]
 
     def _addresses_of_latents(self) -> tuple[int, int | None, int | None]:
         if self.scale_kind == "record":
@@ -436,7 +516,7 @@ class PagedKVCache:
     def _scale(self, name: str, scale: Any) -> torch.Tensor | None:
         if scale is None:
             return None
-        if self.dtype not in QUANTISED_DTYPES:
+        if self.dtype not in QUANTISED_DTYPES and self.kv_format is None:
             raise ValueError(
                 f"{name} must be left out for a cache of {self.dtype}, got {describe(scale)}; "
                 "scales belong to fp8 and int8 caches"
@@ -447,6 +527,16 @@ class PagedKVCache:
         check_tensor(name, scale, advice)
         if scale.dtype != torch.float32 or scale.device != self.device:
             raise ValueError(f"{name} must be float32 on {self.device}, got {describe(scale)}; convert it")
+        if self.kv_format is not None and not self.form.has_blocks and scale.dim() != 3:
+            raise ValueError(
+                f"{name} must be [num_pages, page_size, num_kv_heads] for kv_format {self.kv_format}, got shape "
+                f"{tuple(scale.shape)}; each token and head has its own"
+            )
+        if self.kv_format is not None and self.form.has_blocks and scale.dim() == 3:
+            raise ValueError(
+                f"{name} must be a number or [num_kv_heads] for kv_format {self.kv_format}, got shape "
+                f"{tuple(scale.shape)}; scales of columns are {name.replace('scale', 'block_scale')}"
+            )
         if scale.numel() == 1 and scale.dim() < 3:
             return scale.reshape(1).expand(self.num_kv_heads)  # per tensor is per head with stride 0
         per_token = self.num_pages, self.page_size, self.num_kv_heads
@@ -457,6 +547,27 @@ class PagedKVCache:
             f"[num_pages, page_size, num_kv_heads] = {list(per_token)}, got shape {tuple(scale.shape)}; "
             "permute or expand it"
         )
+
+    def _block_scales(self, k_scale: Any, v_scale: Any, scale_kind: str) -> tuple[torch.Tensor, ...]:
+        """Check and keep the block scales, if the format has some."""
+        if self.kv_format is not None and scale_kind == "none":
+            raise ValueError(f"k_scale must be given for kv_format {self.kv_format}, got None; numbers have a scale")
+        given = {"k_block_scale": k_scale, "v_block_scale": v_scale}
+        if self.kv_format is None or not self.form.has_blocks:
+            for name, scale in given.items():
+                if scale is not None:
+                    raise ValueError(f"{name} must be left out, got {describe(scale)}; it belongs to kv_format nvfp4")
+            return ()
+        shape = self.num_pages, self.page_size, self.num_kv_heads, self.head_dim // self.form.k.group
+        checked = {name: check_block_scale(name, scale, shape, self.device) for name, scale in given.items()}
+        k_scale, v_scale = checked.values()
+        if k_scale.stride() != v_scale.stride():
+            raise ValueError(
+                f"v_block_scale must have k_block_scale's strides {k_scale.stride()}, got {v_scale.stride()}; "
+                "allocate both alike"
+            )
+        self._set(checked)
+        return k_scale, v_scale
 
 
 def packed_cache(k: torch.Tensor, v: torch.Tensor) -> PagedKVCache:

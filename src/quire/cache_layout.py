@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.cache_formats import FORMATS, check_widths
 from quire.errors import UnsupportedError, check_positive, check_tensor, describe
-from quire.spec import LATENT_FP8_DTYPES, QUANTISED_DTYPES, QUERY_DTYPES, dtype_names
+from quire.spec import FORMAT_DTYPE, LATENT_FP8_DTYPES, QUANTISED_DTYPES, QUERY_DTYPES, dtype_names
 
 LAYOUTS = {
     "NHD": "k and v [num_pages, page_size, num_kv_heads, head_dim]",
@@ -157,7 +158,39 @@ def check_latent_scale(scale: Any, latents: torch.Tensor) -> torch.Tensor:
     return scale.reshape(1)
 
 
-def check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+def check_format_pages(k: torch.Tensor, v: torch.Tensor, layout: str, name: str) -> tuple[int, int]:
+    """Return the widths of a key and of a value, or raise unless k and v are pages of one pool in this format."""
+    check_pages(k, v, layout, (FORMAT_DTYPE,))
+    form = FORMATS[name]
+    head_dim, head_dim_v = k.shape[3] * 8 // form.k.bits, v.shape[3] * 8 // form.v.bits
+    check_widths(name, head_dim, head_dim_v)
+    if form.k.name == "e4m3" and any(x % 2 for x in (k.storage_offset(), *k.stride()[:3])):
+        raise ValueError(
+            f"k must have even strides from an even byte for kv_format {name}, got {k.stride()} from "
+            f"{k.storage_offset()}; keys are read in pairs of numbers"
+        )
+    return head_dim, head_dim_v
+
+
+def check_block_scale(name: str, scale: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return block scales as float8_e4m3fn, or raise unless they have this shape."""
+    advice = "nvfp4 has a scale of 16 columns each"
+    check_tensor(name, scale, advice)
+    if scale.dtype is torch.uint8:
+        scale = scale.view(torch.float8_e4m3fn)
+    if tuple(scale.shape) != shape or scale.stride(3) != 1:
+        raise ValueError(
+            f"{name} must be [num_pages, page_size, num_kv_heads, head_dim / 16] = {list(shape)} with a contiguous "
+            f"last dimension, got {list(scale.shape)} with strides {scale.stride()}; {advice}"
+        )
+    if scale.dtype is not torch.float8_e4m3fn or scale.device != device:
+        raise ValueError(f"{name} must be float8_e4m3fn on {device}, got {describe(scale)}; convert it")
+    return scale
+
+
+def check_pages(
+    k: torch.Tensor, v: torch.Tensor, layout: str, served: tuple[torch.dtype, ...] = QUERY_DTYPES + QUANTISED_DTYPES
+) -> None:
     """Raise unless k and v are pages of one pool in this layout."""
     if (k.dim(), v.dim()) != NUM_DIMS[layout]:
         raise ValueError(
@@ -180,11 +213,8 @@ def check_pages(k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
             f"v must have k's dtype and device, {k.dtype} on {k.device}, got {v.dtype} on {v.device}; "
             "allocate both alike"
         )
-    if k.dtype not in QUERY_DTYPES + QUANTISED_DTYPES:
-        raise UnsupportedError(
-            f"k must be of dtype {dtype_names(QUERY_DTYPES + QUANTISED_DTYPES)}, got {k.dtype}; "
-            "view it as its real dtype"
-        )
+    if k.dtype not in served:
+        raise UnsupportedError(f"k must be of dtype {dtype_names(served)}, got {k.dtype}; view it as its real dtype")
     dims = [0, HEAD_AXIS[layout]] + ([SLOT_AXIS[layout]] if layout != "THD" else [])
     if [k.shape[dim] for dim in dims] != [v.shape[dim] for dim in dims]:
         raise ValueError(

@@ -20,6 +20,7 @@ from typing import TypedDict
 
 import torch
 
+from quire.cache_formats import FORMATS
 from quire.spec import AttentionSpec
 
 HEAD_DIMS = tuple(range(16, 257, 8))
@@ -96,13 +97,12 @@ class Drawn:
         """Bytes of the keys and values of all sequences, whole pages, and of queries and outputs."""
         spec = self.spec
         width = spec.head_dim + spec.head_dim_v
-        stored = spec.head_dim if spec.latent else width
         slots = sum(-(-s // self.page_size) for _, s in self.lens) * self.page_size
         rows = sum(q for q, _ in self.lens) * spec.num_q_heads
-        return slots * spec.num_kv_heads * stored * spec.kv_dtype.itemsize + rows * width * spec.dtype.itemsize
+        return slots * spec.bytes_per_token + rows * width * spec.dtype.itemsize
 
 
-def draw(count: int, seed: int, limits: Limits, latents: bool = False) -> list[Drawn]:
+def draw(count: int, seed: int, limits: Limits, latents: bool = False, kv_format: str | None = None) -> list[Drawn]:
     """Return the first `count` batches of a seed.
 
     Args:
@@ -110,9 +110,21 @@ def draw(count: int, seed: int, limits: Limits, latents: bool = False) -> list[D
         seed: from 0.
         limits: how large a batch may be. They change the lengths, and perhaps the KV heads, and nothing else.
         latents: whether the cache holds latents.
+        kv_format: of the caches, below eight bits; not of latents. Widths are those that it serves.
     """
     one = draw_latents if latents else draw_batch
-    return [one(seed, i, limits) for i in range(1, count + 1)]
+    drawn = [one(seed, i, limits) for i in range(1, count + 1)]
+    return drawn if kv_format is None else [in_format(batch, kv_format) for batch in drawn]
+
+
+def in_format(batch: Drawn, kv_format: str) -> Drawn:
+    """Return a batch whose cache is in a format, with widths that the format serves."""
+    spec, group = batch.spec, max(1, FORMATS[kv_format].k.group)
+    width = -(-spec.head_dim // group) * group
+    width_v = width if FORMATS[kv_format].has_blocks else spec.head_dim_v
+    spec = replace(spec, kv_format=kv_format, kv_dtype=None, head_dim=width, head_dim_v=width_v)
+    made = replace(batch, spec=spec)
+    return replace(made, name=f"{batch.name.split(': ')[0]}: {in_words(made)}, {kv_format}")
 
 
 def draw_batch(seed: int, number: int, limits: Limits) -> Drawn:

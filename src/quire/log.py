@@ -106,7 +106,7 @@ def words_of(spec: AttentionSpec) -> str:
         heads += f"/{spec.head_dim_v}"
     words = [f"{heads} {spec.dtype}".replace("torch.", "")]
     if spec.kv_dtype is not spec.dtype:
-        words.append(f"a cache in {spec.kv_dtype}".replace("torch.", ""))
+        words.append(f"a cache in {spec.kv_format or spec.kv_dtype}".replace("torch.", ""))
     if not spec.causal:
         words.append("not causal")
     for name in FLAGS:

@@ -21,7 +21,8 @@ from quire.state import State
 
 LIBRARY = torch.library.Library("quire", "DEF")
 LIBRARY.define(
-    "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, str layout, "
+    "attention(Tensor q, Tensor? q_pe, Tensor k, Tensor? v, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? k_block_scale, Tensor? v_block_scale, str layout, "
     "Tensor page_table, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? cu_pages, Tensor? query_offsets, "
     "Tensor? key_begin, Tensor? key_end, Tensor? tree_bits, Tensor? chosen, Tensor? chosen_lens, int chosen_size, "
     "bool chosen_are_slots, Tensor? extra_chosen, Tensor? extra_lens, int extra_size, Tensor? extra_latents, "
@@ -31,7 +32,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, Tensor slot_mapping) -> ()"
+    "Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, str? kv_format, "
+    "Tensor(e!)? k_block_scale, Tensor(f!)? v_block_scale, Tensor slot_mapping) -> ()"
 )
 LIBRARY.define(
     "write_latent(Tensor c_kv, Tensor? k_pe, Tensor(a!) latents, int kv_lora_rank, Tensor? scale, "
@@ -40,8 +42,9 @@ LIBRARY.define(
 LIBRARY.define(
     "norm_rope_and_write(Tensor q, Tensor k, Tensor v, Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, str layout, "
+    "str? kv_format, Tensor(e!)? k_block_scale, Tensor(f!)? v_block_scale, "
     "Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, Tensor? q_weight, Tensor? k_weight, float eps, "
-    "Tensor(e!) rotated) -> ()"
+    "Tensor(g!) rotated) -> ()"
 )
 LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
@@ -80,6 +83,8 @@ def attention(
         *pages,
         cache.k_scale,
         None if cache.is_latent else cache.v_scale,
+        cache.k_block_scale,
+        cache.v_block_scale,
         cache.layout,
         batch.page_table,
         batch.seq_lens,
@@ -107,13 +112,35 @@ def attention(
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping: torch.Tensor) -> None:
     """Call the operator `quire::write_kv`."""
-    torch.ops.quire.write_kv(k, v, cache.k, cache.v, *scales_of(cache), cache.layout, slot_mapping)
+    torch.ops.quire.write_kv(k, v, *parts_of(cache), slot_mapping)
 
 
-def scales_of(cache: PagedKVCache) -> tuple[torch.Tensor | None, ...]:
-    """Return the scales of k and v that a write reads, and those that it writes, which are per token."""
+def parts_of(cache: PagedKVCache) -> tuple[Any, ...]:
+    """Return what makes a cache that is written: scales that are read come before those per token, which are written.
+
+    `cache_of` makes the cache of it again.
+    """
     scales = cache.k_scale, cache.v_scale
-    return (None, None, *scales) if cache.scale_kind == "token" else (*scales, None, None)
+    scales = (None, None, *scales) if cache.scale_kind == "token" else (*scales, None, None)
+    return cache.k, cache.v, *scales, cache.layout, cache.kv_format, cache.k_block_scale, cache.v_block_scale
+
+
+def cache_of(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_token_scale: torch.Tensor | None,
+    v_token_scale: torch.Tensor | None,
+    layout: str,
+    kv_format: str | None,
+    k_block_scale: torch.Tensor | None,
+    v_block_scale: torch.Tensor | None,
+) -> PagedKVCache:
+    """Return the cache of what `parts_of` returned."""
+    scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
+    blocks = {"k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
+    return PagedKVCache(k, v, layout, *scales, kv_format=kv_format, **blocks)
 
 
 def norm_rope_and_write(
@@ -129,9 +156,7 @@ def norm_rope_and_write(
     """Call the operator `quire::norm_rope_and_write`, which writes `rotated`, keys and values."""
     rotation = (None, None, None, False) if rope is None else rope
     norm = (None, None, 1.0) if qk_norm is None else qk_norm
-    torch.ops.quire.norm_rope_and_write(
-        q, k, v, slot_mapping, cache.k, cache.v, *scales_of(cache), cache.layout, *rotation, *norm, rotated
-    )
+    torch.ops.quire.norm_rope_and_write(q, k, v, slot_mapping, *parts_of(cache), *rotation, *norm, rotated)
 
 
 def write_latent(
@@ -162,6 +187,8 @@ def register(
         v: torch.Tensor | None,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
+        k_block_scale: torch.Tensor | None,
+        v_block_scale: torch.Tensor | None,
         layout: str,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
@@ -202,7 +229,8 @@ def register(
         if v is None:
             cache = PagedKVCache.from_latents(k, plan.spec.kv_lora_rank, scale=k_scale)
         else:
-            cache = PagedKVCache(k, v, layout, k_scale, v_scale)
+            blocks = {"k_block_scale": k_block_scale, "v_block_scale": v_block_scale}
+            cache = PagedKVCache(k, v, layout, k_scale, v_scale, kv_format=plan.spec.kv_format, **blocks)
         into = out if lse is None else State(out, lse)
         per_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "extras": tuple(extras)}
         queries = q if q_pe is None else (q, q_pe)
@@ -210,20 +238,9 @@ def register(
             per_head["extra_cache"] = PagedKVCache.from_latents(extra_latents, plan.spec.kv_lora_rank)
         attention_verb(queries, cache, plan, **per_head, out=into, out_scale=out_scale)
 
-    def write_kv_impl(
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-        k_token_scale: torch.Tensor | None,
-        v_token_scale: torch.Tensor | None,
-        layout: str,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
-        write_kv_verb(k, v, PagedKVCache(k_cache, v_cache, layout, *scales), slot_mapping)
+    def write_kv_impl(k: torch.Tensor, v: torch.Tensor, *parts: Any) -> None:
+        *of_cache, slot_mapping = parts
+        write_kv_verb(k, v, cache_of(*of_cache), slot_mapping)
 
     def write_latent_impl(
         c_kv: torch.Tensor,
@@ -240,34 +257,15 @@ def register(
         return out, lse
 
     def norm_rope_and_write_impl(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k_scale: torch.Tensor | None,
-        v_scale: torch.Tensor | None,
-        k_token_scale: torch.Tensor | None,
-        v_token_scale: torch.Tensor | None,
-        layout: str,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        interleaved: bool,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        eps: float,
-        rotated: torch.Tensor,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *parts: Any
     ) -> None:
-        scales = (k_scale, v_scale) if k_token_scale is None else (k_token_scale, v_token_scale)
-        cache = PagedKVCache(k_cache, v_cache, layout, *scales)
+        *of_cache, cos, sin, positions, interleaved, q_weight, k_weight, eps, rotated = parts
         rope = qk_norm = None
-        if cos is not None and sin is not None and positions is not None:
+        if cos is not None:
             rope = Rope(cos, sin, positions, interleaved)
-        if q_weight is not None and k_weight is not None:
+        if q_weight is not None:
             qk_norm = QKNorm(q_weight, k_weight, eps)
-        norm_rope_and_write_step(q, rotated, cache, k, v, slot_mapping, rope, qk_norm)
+        norm_rope_and_write_step(q, rotated, cache_of(*of_cache), k, v, slot_mapping, rope, qk_norm)
 
     for key in ("CPU", "CUDA"):
         LIBRARY.impl("norm_rope_and_write", norm_rope_and_write_impl, key)

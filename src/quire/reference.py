@@ -317,6 +317,8 @@ def read(
     if cache.scale_kind == "record":
         k = decode_records(cache.layout, cache.latents, page, slot, dtype)[:, None]
         return k, k[..., : cache.head_dim_v]
+    if cache.kv_format is not None:
+        return decode_format(cache, page, slot, dtype)
     if cache.layout == "THD":
         k, v = cache.k[page + slot], cache.v[page + slot]
     elif cache.layout == "NHD":
@@ -335,6 +337,48 @@ def read(
         is_new, token = (page * cache.page_size + slot)[:, None].eq(step[2]).max(1)
         k[is_new], v[is_new] = step[0][token[is_new]], step[1][token[is_new]]
     return k, v
+
+
+def decode_format(
+    cache: PagedKVCache, page: torch.Tensor, slot: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a cache with a `kv_format`.
+
+    A byte holds an even column in its lower half, and the odd one after it in the upper half; one of keys of k8v4 is an
+    e4m3 number. Four bits of int4 are a whole number n from 0 to 15, and stand for (n - z) * s: the lowest four bits of
+    a float32 scale are z, and s is the scale with 0 there. Four bits of e2m1 are a sign, two bits of an exponent, and
+    one of a fraction. They stand for that number times the e4m3 scale of its 16 columns and the scale of the head.
+
+    Args:
+        cache: the pages.
+        page: [num_keys] int64.
+        slot: [num_keys] int64, in the page.
+        dtype: of the result.
+
+    Returns:
+        k [num_keys, num_kv_heads, head_dim] and v [num_keys, num_kv_heads, head_dim_v].
+    """
+    name, index = cache.kv_format, (page, slot) if cache.layout == "NHD" else (page, slice(None), slot)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=dtype, device=cache.device)
+    found = []
+    for stored, scale, blocks in (
+        (cache.k, cache.k_scale, cache.k_block_scale),
+        (cache.v, cache.v_scale, cache.v_block_scale),
+    ):
+        assert scale is not None
+        number = stored[index]
+        if name == "k8v4" and stored is cache.k:
+            found.append(number.view(torch.float8_e4m3fn).to(dtype) * scale[page, slot].to(dtype)[..., None])
+            continue
+        number = torch.stack([number & 15, number >> 4], -1).flatten(-2)
+        if blocks is None:
+            bits = scale[page, slot].contiguous().view(torch.int32)[..., None]
+            found.append((number.to(dtype) - (bits & 15).to(dtype)) * (bits & ~15).view(torch.float32).to(dtype))
+            continue
+        number = torch.where(number > 7, -magnitudes[number.long() & 7], magnitudes[number.long() & 7])
+        of_block = blocks.view(torch.uint8)[page, slot].contiguous().view(torch.float8_e4m3fn).to(dtype)
+        found.append(number * of_block.repeat_interleave(16, -1) * scale.to(dtype)[:, None])
+    return found[0], found[1]
 
 
 def norm_rope(

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from quire.cache_formats import FORMATS, check_format, check_widths
 from quire.errors import UnsupportedError, check_flag, check_integer, check_positive, describe
 from quire.score_functions import Extra, Function, extras_of
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 LATENT_FP8_DTYPES = (torch.float8_e4m3fn,)
+FORMAT_DTYPE = torch.uint8  # of caches in one of FORMATS: bytes
 MAX_HEAD_DIM = 512
 MAX_HEADS = (1 << 16) - 1  # programs on the second axis of a CUDA grid; models have some hundred heads
 UNBOUNDED = 1 << 30  # a window side without a limit; larger than any position, and safe to add to one in int32
@@ -55,6 +57,8 @@ class AttentionSpec:
         score: a function on scores, from `quire.score`; None for none. It gets scores after softcap and ALiBi.
         mask: a function that says which keys a query sees, from `quire.mask`; None for none. It counts in addition to
             `causal`, the window, and a batch's intervals or trees.
+        kv_format: of a cache below eight bits, in place of `kv_dtype`, which is then uint8: "int4", "nvfp4" or "k8v4".
+            `PagedKVCache` says what they hold. Not for latents.
 
     Attributes:
         cache_signature: the `PagedKVCache.signature` of a cache for this spec.
@@ -87,9 +91,10 @@ class AttentionSpec:
     allow_tf32: bool
     allow_fp8: bool
     latent: bool
+    kv_format: str | None
     score: Function | None
     mask: Function | None
-    cache_signature: tuple[torch.dtype, int, int, int, bool] = field(init=False, repr=False, compare=False)
+    cache_signature: tuple[torch.dtype | str, int, int, int, bool] = field(init=False, repr=False, compare=False)
     extras: tuple[Extra, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -111,6 +116,7 @@ class AttentionSpec:
         allow_tf32: bool = False,
         allow_fp8: bool = False,
         latent: bool = False,
+        kv_format: str | None = None,
         score: Function | None = None,
         mask: Function | None = None,
     ) -> None:
@@ -139,10 +145,20 @@ class AttentionSpec:
             head_dim = _check_head_dim("head_dim", head_dim)
             head_dim_v = head_dim if head_dim_v is None else _check_head_dim("head_dim_v", head_dim_v)
         dtype = _check_dtype("dtype", dtype, QUERY_DTYPES, "cast the queries")
-        if kv_dtype is None:
-            kv_dtype = dtype
-        advice = "view the cache as its real dtype (engines often hand fp8 over as uint8)"
-        _check_dtype("kv_dtype", kv_dtype, (dtype, *(LATENT_FP8_DTYPES if latent else QUANTISED_DTYPES)), advice)
+        check_format(kv_format)
+        if kv_format is not None:
+            if latent:
+                raise UnsupportedError(f"kv_format must be left out where latent=True, got {kv_format!r}; use e4m3")
+            if kv_dtype not in (None, FORMAT_DTYPE):
+                raise ValueError(
+                    f"kv_dtype must be left out with kv_format {kv_format!r}, got {describe(kv_dtype)}; it holds bytes"
+                )
+            check_widths(kv_format, head_dim, head_dim_v)
+            kv_dtype = FORMAT_DTYPE
+        else:
+            kv_dtype = dtype if kv_dtype is None else kv_dtype
+            advice = "view the cache as its real dtype (engines often hand fp8 over as uint8)"
+            _check_dtype("kv_dtype", kv_dtype, (dtype, *(LATENT_FP8_DTYPES if latent else QUANTISED_DTYPES)), advice)
         if softmax_scale is None and latent:
             raise ValueError(
                 "softmax_scale must be given where latent=True, got None; the width of a latent does not say it: "
@@ -186,10 +202,11 @@ class AttentionSpec:
             "allow_tf32": allow_tf32,
             "allow_fp8": allow_fp8,
             "latent": latent,
+            "kv_format": kv_format,
             "score": score,
             "mask": mask,
             "extras": extras_of((score, mask), num_q_heads=num_q_heads, num_kv_heads=num_kv_heads),
-            "cache_signature": (kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
+            "cache_signature": (kv_format or kv_dtype, num_kv_heads, head_dim, head_dim_v, latent),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -268,6 +285,15 @@ class AttentionSpec:
     def qk_rope_head_dim(self) -> int:
         """Rotary columns of a latent, where `latent`."""
         return self.head_dim - self.head_dim_v
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in the cache, for all KV heads; with the scales of a `kv_format`, and without others."""
+        if self.kv_format is not None:
+            k, v, _ = FORMATS[self.kv_format]
+            return self.num_kv_heads * (k.bytes_of(self.head_dim) + v.bytes_of(self.head_dim_v))
+        width = self.head_dim if self.latent else self.head_dim + self.head_dim_v
+        return self.num_kv_heads * width * self.kv_dtype.itemsize
 
     @property
     def group_size(self) -> int:

@@ -181,8 +181,7 @@ def make_problem(
     if cache.is_latent:
         cache = PagedKVCache.from_latents(cache.latents.to(device), spec.kv_lora_rank, scale=move(cache.k_scale))
     else:
-        scale_tensors = move(cache.k_scale), move(cache.v_scale)
-        cache = PagedKVCache(cache.k.to(device), cache.v.to(device), layout, *scale_tensors)
+        cache = with_tensors(cache, lambda tensor: tensor.to(device))
     tables = move(sinks), move(slopes)
     extras = tuple(extra.to(device) for extra in extras)
     return Problem(spec, batch, cache, q.to(device), query_lens, seq_lens, *tables, extras=extras)
@@ -294,6 +293,8 @@ def random_cache(
         cache.latents.copy_(normal(*cache.latents.shape))
         scale = None if cache.scale_kind == "none" else uniform(1)
         return PagedKVCache.from_latents(cache.latents, spec.kv_lora_rank, scale=scale)
+    if cache.kv_format is not None:
+        return random_codes(cache, generator)
     k_scale = v_scale = None
     if spec.kv_dtype in QUANTISED_DTYPES:
         shapes = {"tensor": (1,), "head": (spec.num_kv_heads,), "token": (num_pages, page_size, spec.num_kv_heads)}
@@ -303,6 +304,43 @@ def random_cache(
     cache.k.copy_((unit * normal(*cache.k.shape)).clamp(-127, 127))
     cache.v.copy_((unit * normal(*cache.v.shape)).clamp(-127, 127))
     return PagedKVCache(cache.k, cache.v, layout, k_scale, v_scale)
+
+
+def random_codes(cache: PagedKVCache, generator: torch.Generator) -> PagedKVCache:
+    """Fill a new cache with a `kv_format` with random numbers and scales, zero points among them."""
+
+    def uniform(shape: torch.Size) -> torch.Tensor:
+        return 0.5 + torch.rand(shape, generator=generator)
+
+    # The largest number of each scale is there, so that the scale is the same when the numbers are written again.
+    for x, codes in ((cache.k, cache.form.k), (cache.v, cache.form.v)):
+        if codes.name == "e4m3":
+            numbers = (100 * torch.randn(x.shape, generator=generator)).clamp(-448, 448)
+            numbers[..., 0] = 448
+            x.copy_(numbers.to(torch.float8_e4m3fn).view(torch.uint8))
+        else:
+            x.random_(0, 256, generator=generator)
+            x[..., :: max(1, codes.group // 2) if codes.group else x.shape[-1]] = 0xF0 if codes.has_zero else 0x7F
+    for scale, codes in ((cache.k_scale, cache.form.k), (cache.v_scale, cache.form.v)):
+        if scale is not None and cache.scale_kind == "token":
+            scale.copy_((0.2 if codes.has_zero else 0.01) * uniform(scale.shape))
+            if codes.has_zero:
+                bits = scale.view(torch.int32)
+                bits.copy_(bits & ~15 | torch.randint(16, bits.shape, generator=generator, dtype=torch.int32))
+    for blocks in (cache.k_block_scale, cache.v_block_scale):
+        if blocks is not None:
+            blocks.copy_(uniform(blocks.shape))
+    if not cache.form.has_blocks:
+        return cache
+    heads = torch.Size([cache.num_kv_heads])
+    of_heads: dict[str, Any] = {"k_scale": 0.5 * uniform(heads), "v_scale": 0.5 * uniform(heads)}
+    return PagedKVCache(cache.k, cache.v, cache.layout, **cache.scales | of_heads)
+
+
+def with_tensors(cache: PagedKVCache, change: Callable[[torch.Tensor], torch.Tensor]) -> PagedKVCache:
+    """Return a cache of keys and values with a function's results in place of its tensors."""
+    scales: dict[str, Any] = {name: change(x) if isinstance(x, torch.Tensor) else x for name, x in cache.scales.items()}
+    return PagedKVCache(change(cache.k), change(cache.v), cache.layout, **scales)
 
 
 def owned_slots(
@@ -348,7 +386,7 @@ def owned_slots(
 
 
 def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
-    """Overwrite every slot that is not owned, and its scales per token, with NaN; int8 slots with 127.
+    """Overwrite every slot that is not owned, and its scales, with NaN; int8 slots, and those of a format, with 127.
 
     Args:
         cache: changed in place.
@@ -362,7 +400,7 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
         return
     every = slice(None)
     index = {"NHD": (page, slot), "HND": (page, every, slot), "HDNX": (page, every, every, slot)}[cache.layout]
-    nothing = 127.0 if cache.dtype is torch.int8 else float("nan")
+    nothing = 127.0 if cache.dtype in (torch.int8, torch.uint8) else float("nan")
     value = torch.full((), nothing, dtype=torch.float32, device=cache.device).to(cache.dtype)
     for stored in (cache.k, cache.v):
         if value.dtype.itemsize == 1:  # indexing is not implemented for every 8-bit float
@@ -372,6 +410,9 @@ def poison(cache: PagedKVCache, owned: torch.Tensor) -> None:
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None and cache.scale_kind == "token":
             scale[page, slot] = float("nan")
+    for blocks in (cache.k_block_scale, cache.v_block_scale):
+        if blocks is not None:
+            blocks.view(torch.uint8)[page, slot] = 0x7F  # NaN
 
 
 def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
@@ -394,7 +435,8 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
         True
     """
     cache, batch, spec = problem.cache, problem.batch, problem.spec
-    dtype = torch.float32 if spec.kv_dtype in QUANTISED_DTYPES else spec.kv_dtype
+    is_quantised = spec.kv_dtype in QUANTISED_DTYPES or spec.kv_format is not None
+    dtype = torch.float32 if is_quantised else spec.kv_dtype
     num_tokens = problem.q.shape[0]
     slots = torch.full((num_tokens,), -1, device=cache.device)
     k = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=cache.device)
@@ -416,8 +458,7 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
         rope = k[:, 0, spec.kv_lora_rank :] if spec.qk_rope_head_dim else None
         new = {"k": v[:, 0], "v": rope, "slot_mapping": slots}
     else:
-        scales = (None if scale is None else scale.clone() for scale in (cache.k_scale, cache.v_scale))
-        copy = PagedKVCache(cache.k.clone(), cache.v.clone(), cache.layout, *scales)
+        copy = with_tensors(cache, torch.Tensor.clone)
         new = {"k": k, "v": v, "slot_mapping": slots}
     poison(copy, kept)
     return copy, new

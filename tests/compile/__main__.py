@@ -27,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="+", choices=TARGETS)
     parser.add_argument("--batch", nargs="+", choices=launches.BATCHES, default=list(launches.BATCHES))
-    parser.add_argument("--features", nargs="+", choices=launches.FEATURES, default=list(launches.FEATURES))
+    parser.add_argument(
+        "--features", nargs="+", choices=launches.FEATURES | launches.COMBINED, default=list(launches.FEATURES)
+    )
     parser.add_argument("--head-dim", nargs="+", type=int, default=launches.HEAD_DIMS)
     parser.add_argument(
         "--spills",

@@ -73,6 +73,9 @@ COMBINED = {  # features that are compiled together: each reaches the compiler a
     "pages of 528, MQA": Features(heads=(32, 1), page_size=528),
     "bidirectional, other value width": Features(FEATURES["bidirectional"].spec | {"head_dim_v": 32}, layout="HND"),
     "sinks, lse, e4m3 output": Features({"sinks": True}, lse=True, out_scale=True),
+    "int4": Features({"kv_format": "int4"}),
+    "nvfp4": Features({"kv_format": "nvfp4"}),
+    "k8v4": Features({"kv_format": "k8v4"}),
 }
 TOGETHER = {
     "softcap", "sinks, window",  # in "many, with lse"; the Hopper kernel's loop for a softcap alone has a test
@@ -94,7 +97,7 @@ OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 72 byte
 PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
 # By default, sm90 compiles these features, of which all but products in fp8 have portable kernels: a Gluon kernel takes
 # twice the time. The tests of each kind of Hopper kernel compile it with the oldest Triton.
-BY_SM90 = ("float32", "e4m3", "fp8 products", "float32, e4m3", "trees, window")
+BY_SM90 = ("float32", "e4m3", "fp8 products", "float32, e4m3", "trees, window", "int4", "nvfp4", "k8v4")
 PLAIN_BY_DEFAULT = (
     *(("sm90", "decode", 128), ("sm90", "prefill", 192), ("sm90", "mixed", 128)),
     *(("gfx942", "prompt", 256), ("gfx942", "decode, short", 128)),
@@ -237,7 +240,7 @@ def make_inputs(plan: quire.Plan, wanted: Features) -> dict:
 
 def write(head_dim: int, features: str) -> None:
     """Launch the write of four tokens and the copy of a page."""
-    wanted = FEATURES[features]
+    wanted = (FEATURES | COMBINED)[features]
     spec = make_spec(head_dim, wanted)
     cache = make_cache(spec, wanted)
     k, v = (torch.empty(4, spec.num_kv_heads, dim, dtype=spec.dtype) for dim in (spec.head_dim, spec.head_dim_v))

@@ -873,6 +873,48 @@ def test_int8_with_scales_per_token_writes_the_tokens_of_attention_to_rounded_ke
     assert generated == [expected] and expected != exact
 
 
+def in_four_bits(module, query, key, value, attention_mask, scaling, **others):
+    """Transformers' eager attention to keys and values that vLLM's rotation turns, in four bits with a zero point."""
+    turn = contract.rotation(query.shape[3], query)
+
+    def stored(x):
+        x = (x.float() @ turn.float()).to(x.dtype).float()
+        low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+        scale = (((high - low) / 15).view(torch.int32) & ~15).view(torch.float32)
+        zero = (-low / scale).round()
+        return (((x / scale).round() + zero).clamp(0, 15) - zero) * scale
+
+    keys, values = stored(key), stored(value)
+    norm = query.shape[3] & -query.shape[3]
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = (query @ (turn / norm)).float() @ keys.transpose(2, 3) * scaling
+    out_of_sight = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[3] - scores.shape[2] + 1)
+    out = scores.masked_fill(out_of_sight, float("-inf")).softmax(-1) @ values
+    return (out.to(query.dtype) @ (turn.T / norm)).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.slow
+def test_int4_writes_the_tokens_of_attention_to_rotated_keys_in_four_bits(tmp_path):
+    pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head", reason="this vLLM has no such cache")
+    model = make_model("llama", tmp_path)
+    exact = [greedy(model, p) for p in prompts()]
+    transformers.AttentionInterface.register("in_four_bits", in_four_bits)
+    model.set_attn_implementation("in_four_bits")
+    expected = [greedy(model, p) for p in prompts()]
+    generated, _ = serve(tmp_path, max_num_batched_tokens=32, kv_cache_dtype="int4_per_token_head")
+    assert generated == [expected] and expected != exact
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_the_rotation_is_that_of_vllm(width):
+    own = pytest.importorskip("vllm.v1.attention.ops.int4_per_token_head")
+    x = torch.randn(3, width)
+    assert torch.allclose(x @ contract.rotation(width, x), own.single_rht(x), atol=1e-5)
+    norm = width & -width
+    assert torch.allclose(x @ contract.rotation(width, x).T / norm, own.single_rht(x, inverse=True) / norm, atol=1e-5)
+
+
 def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attention(tmp_path):
     model = make_model("llama", tmp_path)
     expected = [greedy(model, p) for p in prompts()]

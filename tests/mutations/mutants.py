@@ -40,6 +40,7 @@ SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hop
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
 GATHERED, CHOSEN_LATENTS = "kernels/chosen_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
+BITS = "kernels/test_formats.py::test_"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
@@ -114,16 +115,46 @@ IN_INTERPRETER = {
         "v, acc, input",
         ATTENTION + "full_tiles_in_a_loop_without_masks[causal-dtype1]",
     ),
+    "zero points of keys left out": Mutant(
+        "kernels/codes.py",
+        "(products - sums[:, None] * zero[None, :]) * scale",
+        "products * scale",
+        BITS + "attention_is_that_of_the_numbers[int4-NHD-dtype0-1]",
+    ),
+    "zero points of values left out": Mutant(
+        "kernels/codes.py",
+        "number - sums[:, None] if ZERO else number",
+        "number",
+        BITS + "attention_is_that_of_the_numbers[k8v4-NHD-dtype0-1]",
+    ),
+    "block scales of the first panel's half for all": Mutant(
+        "kernels/codes.py",
+        "tl.load(ptrs + group[None, :]",
+        "tl.load(ptrs + 0 * group[None, :]",
+        BITS + "attention_is_that_of_the_numbers[nvfp4-NHD-dtype0-1]",
+    ),
+    "probabilities times scales beyond float16": Mutant(
+        "kernels/codes.py",
+        "tl.max(weighted, 1) - HEADROOM)",
+        "tl.max(exponents, 1) - HEADROOM)",
+        BITS + "scales_of_values_may_differ_by_any_factor[int4-dtype1]",
+    ),
+    "a range without 0": Mutant(
+        "kernels/codes.py",
+        "tl.minimum(tl.min(finite, 0), 0.0)",
+        "tl.min(finite, 0)",
+        BITS + "written_numbers_are_the_nearest_and_all_else_is_kept[int4-NHD-dtype0]",
+    ),
     "denominator not rescaled": Mutant(
         "kernels/states.py",
-        "l_i = l_i * alpha[:, None] + sums_of_columns",
-        "l_i = l_i + sums_of_columns",
+        "return l_i * alpha[:, None] + sums_of_columns",
+        "return l_i + sums_of_columns",
         LONG + "[2]",
     ),
     "denominator not rescaled, row blocks that are not cut": Mutant(
         "kernels/states.py",
-        "l_i = l_i * alpha + tl.sum(p, 1)",
-        "l_i = l_i + tl.sum(p, 1)",
+        "return l_i * alpha + tl.sum(p, 1)",
+        "return l_i + tl.sum(p, 1)",
         LONG + "[1]",
     ),
     "states added without weights": Mutant(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from quire.cache import PagedKVCache
+from quire.cache_formats import FORMATS
 from quire.errors import DEVICES, UnsupportedError, check_no_gradient, check_served, check_tensor, describe
 from quire.spec import QUANTISED_DTYPES, QUERY_DTYPES, AttentionSpec, dtype_names
 
@@ -25,6 +26,10 @@ def check_cache(cache: Any, spec: AttentionSpec) -> None:
         if spec.latent:
             wanted, got, advice = got, wanted, "make it with `PagedKVCache.from_latents`"
         raise ValueError(f"cache must hold {wanted} as the spec says, got {got}; {advice}")
+    if cache.kv_format != spec.kv_format:
+        raise ValueError(
+            f"cache must have the spec's kv_format {spec.kv_format}, got {cache.kv_format}; make the spec with that one"
+        )
     if cache.dtype is not spec.kv_dtype:
         raise ValueError(
             f"cache must be of the spec's kv_dtype {spec.kv_dtype}, got {cache.dtype}; make the spec with that kv_dtype"
@@ -62,8 +67,8 @@ def check_write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_m
         _explain_write_kv(k, v, cache, slot_mapping)
 
 
-def _is_encodable(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> bool:
-    return dtype in QUANTISED_DTYPES and k.dtype in QUERY_DTYPES and v.dtype in QUERY_DTYPES
+def _is_encodable(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | str) -> bool:
+    return (dtype in QUANTISED_DTYPES or dtype in FORMATS) and k.dtype in QUERY_DTYPES and v.dtype in QUERY_DTYPES
 
 
 def _is_slot_mapping(slot_mapping: torch.Tensor, num_tokens: int) -> bool:
@@ -99,7 +104,8 @@ def _explain_new(parts: dict[str, Part], cache: PagedKVCache, slot_mapping: Any)
             raise ValueError(
                 f"{name} must be {wanted}, got {list(x.shape)} with strides {x.stride()}; reshape it as the cache"
             )
-        served = QUERY_DTYPES if cache.dtype in QUANTISED_DTYPES else (cache.dtype,)
+        is_quantised = cache.dtype in QUANTISED_DTYPES or cache.kv_format is not None
+        served = QUERY_DTYPES if is_quantised else (cache.dtype,)
         if x.dtype not in served:
             raise ValueError(
                 f"{name} must be of the cache's dtype {cache.dtype} ({dtype_names(QUERY_DTYPES)} for a quantised one), "
@@ -199,6 +205,7 @@ def check_copy_pages(src: PagedKVCache, dst: PagedKVCache, page_pairs: torch.Ten
         check_served(name, cache.device)
     _check_writable("dst", dst)
     for fact, wanted, got in (
+        ("format", src.kv_format, dst.kv_format),
         ("layout", src.layout, dst.layout),
         ("latents", src.is_latent, dst.is_latent),
         ("dtype", src.dtype, dst.dtype),

@@ -18,6 +18,7 @@ import torch
 from quire.api import attention, merge_states, write_kv, write_latent
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.cache_formats import FORMATS as KV_FORMATS
 from quire.cli import check_grid
 from quire.cli.arguments import CommandError, add_card, add_grid, check_seed, run_code_of
 from quire.cli.check_features import (
@@ -44,6 +45,7 @@ EXAMPLES = """examples:
   quire check --json > check.json
   quire check --grid 200 --seed 1       # cases drawn at random
   quire check --grid 60 --latents       # over latents
+  quire check --grid 60 --kv-format int4
   quire check --as sm86                 # the kernels that an older card gets, on this GPU
   TRITON_INTERPRET=1 quire check        # the Triton kernels on a CPU; takes about a minute
 """
@@ -68,6 +70,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     add_grid(parser, "check")
+    parser.add_argument("--kv-format", choices=KV_FORMATS, help="with --grid: caches below eight bits, in this format")
     add_card(parser)
     parser.set_defaults(run=run)
 
@@ -77,13 +80,15 @@ def run(args: argparse.Namespace) -> int:
     run_code_of(args.card)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_seed(args)
+    if args.kv_format and (args.grid is None or args.latents):
+        raise CommandError("--kv-format must be given with --grid, and without --latents; add --grid N")
     dtypes = [getattr(torch, name) for name in args.dtype] if args.dtype else default_dtypes()
     if torch.bfloat16 in dtypes and interprets():
         raise CommandError("--dtype must not be bfloat16 under Triton's interpreter, which has none; leave it out")
     drawn, width = None, FEATURE_WIDTH
     if args.grid:
         some = dtypes if args.dtype else dtypes[-2:]
-        drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, some, args.latents)
+        drawn = check_grid.draw_problems(args.grid, args.seed or 0, device, some, args.latents, args.kv_format)
         width = max(len(case.name) for case in drawn)
         total, checked = len(drawn), check_grid.check_all(drawn, device)
     else:

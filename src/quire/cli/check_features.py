@@ -32,6 +32,7 @@ class SpecOptions(TypedDict, total=False):
     latent: bool
     score: Function
     mask: Function
+    kv_format: str
 
 
 class PlanOptions(TypedDict, total=False):
@@ -193,6 +194,13 @@ FEATURES = (
     Feature("fp8 e4m3 cache", {"kv_dtype": torch.float8_e4m3fn}),
     Feature("fp8 e5m2 cache, scales per token", {"kv_dtype": torch.float8_e5m2}, problem={"scales": "token"}),
     Feature("int8 cache, one scale", {"kv_dtype": torch.int8}, problem={"scales": "tensor"}),
+    Feature("int4 cache", {"kv_format": "int4"}),
+    Feature("int4 cache, split keys, HND", {"kv_format": "int4"}, plan={"num_splits": 3}, problem={"layout": "HND"}),
+    Feature("int4 cache, batch-invariant", {"kv_format": "int4"}, ((1, 700), (3, 300)), {"batch_invariant": True}),
+    Feature("nvfp4 cache", {"kv_format": "nvfp4"}),
+    Feature("nvfp4 cache, split keys, HND", {"kv_format": "nvfp4"}, plan={"num_splits": 3}, problem={"layout": "HND"}),
+    Feature("K8V4 cache", {"kv_format": "k8v4"}),
+    Feature("K8V4 cache, split keys", {"kv_format": "k8v4"}, plan={"num_splits": 3}),
     Feature("fp8 e4m3 output", out_scale=0.02),
     Feature("fp8 e4m3 output, split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}, out_scale=0.02),
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
@@ -203,6 +211,8 @@ FEATURES = (
     Feature("new tokens, normalised, rotated", append=True, norm_rope=NEIGHBOURS),
     Feature("new tokens, fp8 e4m3 cache", FP8, ((1, 130), (4, 20), (1, 0)), append=True),
     Feature("new tokens, int8 cache", {"kv_dtype": torch.int8}, ((1, 130), (4, 20), (1, 0)), append=True),
+    Feature("new tokens, int4 cache", {"kv_format": "int4"}, ((1, 130), (4, 20), (1, 0)), append=True),
+    Feature("new tokens, nvfp4 cache", {"kv_format": "nvfp4"}, ((1, 130), (4, 20), (1, 0)), append=True),
 )
 DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
 LATENT_FEATURES = (

@@ -22,11 +22,16 @@ IN_THE_INTERPRETER = Limits(num_seqs=3, queries=24, context=200, nbytes=2 << 20,
 
 
 def draw_problems(
-    count: int, seed: int, device: torch.device, dtypes: Sequence[torch.dtype], latents: bool = False
+    count: int,
+    seed: int,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    latents: bool = False,
+    kv_format: str | None = None,
 ) -> list[Drawn]:
     """Return the cases of a seed, small enough for the oracle on a device, in these dtypes by turns."""
     limits = IN_THE_INTERPRETER if interprets() else ON_A_GPU if device.type == "cuda" else ON_A_CPU
-    cases = enumerate(draw(count, seed, limits, latents))
+    cases = enumerate(draw(count, seed, limits, latents, kv_format))
     return [replace(case, spec=in_dtype(case.spec, dtypes[i % len(dtypes)])) for i, case in cases]
 
 

@@ -120,6 +120,9 @@ def spec_of(words: list[str]) -> quire.AttentionSpec:
     for word in words:
         name, _, text = word.partition("=")
         dtype = getattr(torch, text, None)
+        if name == "kv_format":  # some names are those of dtypes
+            values[name] = text
+            continue
         try:
             values[name] = dtype if isinstance(dtype, torch.dtype) else ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -132,6 +135,6 @@ def spec_of(words: list[str]) -> quire.AttentionSpec:
 
 def pages(spec: quire.AttentionSpec, args: argparse.Namespace, target: Any, device: str) -> quire.PagedKVCache:
     """Return a cache as a server has it. On the CPU, memory that nothing writes to is not taken."""
-    row = spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
+    row = spec.bytes_per_token // (1 if spec.latent else 2)
     num_pages = 4 if target.backend == "cuda" else LARGE // (args.page_size * row) + 1
     return quire.PagedKVCache.empty(spec, num_pages, args.page_size, layout=args.layout, device=device)

@@ -31,8 +31,9 @@ LISTS = ("chosen", "chosen_lens")  # indices and lens of the batch's chosen keys
 NEW = ("new_k", "new_v", "slot_mapping")  # k, v and slot_mapping of the call, if it had them
 EXTRAS = tuple(f"extra_{i}" for i in range(MOST_EXTRAS))  # of the spec's functions, in their order
 ROPE, QK_NORM = ("cos", "sin", "positions"), ("q_weight", "k_weight")  # of its rope and its qk_norm, if it had them
+BLOCKS = "k_block_scale", "v_block_scale"  # of nvfp4
 NAMES = (
-    *("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", "sinks", "alibi_slopes"),
+    *("q", "q_nope", "q_pe", "k", "v", "latents", "k_scale", "v_scale", *BLOCKS, "sinks", "alibi_slopes"),
     *(*NEW, *ROPE, *QK_NORM, *EXTRAS, *INDICES, *LISTS),
 )
 STORED = ("slot_mapping", "positions", *INDICES, *LISTS)  # with and without contents
@@ -102,7 +103,8 @@ class Call:
     @property
     def in_units(self) -> tuple[str, ...]:
         """The names of the tensors whose first dimension counts pages, or tokens where keys are not paged."""
-        names = ("k", "v", "latents", *(("k_scale", "v_scale") if self.cache.scale_kind == "token" else ()))
+        per_token = ("k_scale", "v_scale") if self.cache.scale_kind == "token" else ()
+        names = ("k", "v", "latents", *per_token, *BLOCKS)
         return tuple(name for name in names if name in self.places)
 
     @property
@@ -125,7 +127,8 @@ def cache_of(tensors: Mapping[str, torch.Tensor], spec: AttentionSpec, layout: s
     scales = tensors.get("k_scale"), tensors.get("v_scale")
     if spec.latent:
         return PagedKVCache.from_latents(tensors["latents"], spec.kv_lora_rank, scale=scales[0])
-    return PagedKVCache(tensors["k"], tensors["v"], layout, *scales)
+    blocks = {name: tensors.get(name) for name in BLOCKS}
+    return PagedKVCache(tensors["k"], tensors["v"], layout, *scales, kv_format=spec.kv_format, **blocks)
 
 
 def units_read(call: Call) -> torch.Tensor:

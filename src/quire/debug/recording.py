@@ -209,7 +209,8 @@ def call_of(
     *tokens, rope, qk_norm = new or (None,) * 5
     queries = {"q_nope": q[0], "q_pe": q[1]} if isinstance(q, tuple) else {"q": q}
     pages = {"latents": cache.latents} if cache.is_latent else {"k": cache.k, "v": cache.v, "v_scale": cache.v_scale}
-    every: dict[str, Any] = queries | pages | {"k_scale": cache.k_scale}
+    blocks = {"k_block_scale": cache.k_block_scale, "v_block_scale": cache.v_block_scale}
+    every: dict[str, Any] = queries | pages | {"k_scale": cache.k_scale} | blocks
     every |= {"sinks": sinks, "alibi_slopes": alibi_slopes} | {name: getattr(plan.batch, name) for name in INDICES}
     chosen = plan.batch.chosen
     lists = () if chosen is None else (chosen.indices, chosen.lens)

@@ -20,7 +20,7 @@ from quire.kernels.launch import Launch
 from quire.launch_codec import decode
 from quire.norm_rope import QKNorm, Rope
 from quire.plan import Plan, make_plan, plan
-from quire.spec import QUANTISED_DTYPES
+from quire.spec import FORMAT_DTYPE, QUANTISED_DTYPES
 from quire.state import State
 from quire.testing import Oracle, Problem, Verdict, owned_slots, poison, random_cache
 
@@ -218,7 +218,7 @@ def with_step(problem: Problem, new: dict[str, Any]) -> Problem:
         k = reference.norm_rope(k, norm_rope.get("rope"), norm_rope.get("qk_norm"), of_keys=True).to(k.dtype)
     write_kv(k, v, cache, slots)
     # Keys that were rotated are exact in the oracle, unless a cache rounds them.
-    is_exact = norm_rope and problem.spec.kv_dtype not in QUANTISED_DTYPES
+    is_exact = norm_rope and problem.spec.kv_dtype not in (*QUANTISED_DTYPES, FORMAT_DTYPE)
     return replace(problem, cache=cache, step=new if is_exact else norm_rope)
 
 
@@ -235,9 +235,10 @@ def random_numbers(call: Call, num_units: int) -> dict[str, torch.Tensor]:
     kind = "head"
     if scale is not None:
         kind = "token" if len(scale.shape) == 3 else "tensor" if 0 in scale.strides else "head"
-    layout = call.layout if spec.latent else "NHD"
+    layout = call.layout if spec.latent or spec.kv_format else "NHD"
     cache = random_cache(spec, max(1, num_units), call.page_size, layout, kind, generator)
     made = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    made |= {"k_block_scale": cache.k_block_scale, "v_block_scale": cache.v_block_scale}
     made |= {"latents": cache.latents} if spec.latent else {"k": cache.k, "v": cache.v}
     heads = 1 + torch.arange(spec.num_q_heads)
     made |= {"alibi_slopes": 2.0 ** -(8.0 * heads / spec.num_q_heads)}

@@ -104,6 +104,8 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return f"{spec.dtype} queries".removeprefix("torch.")
     if spec.latent:
         return "latents"
+    if spec.kv_format is not None:
+        return f"caches in {spec.kv_format}"
     if spec.kv_dtype is not spec.dtype and (spec.head_dim, spec.head_dim_v) not in HOPPER_QUANTISED:
         values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
         return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")

@@ -58,6 +58,11 @@ class DeviceProperties:
         return 32 if self._is_datacenter_blackwell else 128
 
     @property
+    def has_ptx(self) -> bool:
+        """Whether the target has NVIDIA's instructions."""
+        return self.native_tf32 and not self.has_mfma
+
+    @property
     def has_mma_sync(self) -> bool:
         """Whether all products of a kernel are mma.sync's, which reads registers: NVIDIA's GPUs but Hopper and B200."""
         return self.native_tf32 and not (self.has_wgmma or self.has_mfma or self._is_datacenter_blackwell)

@@ -8,6 +8,9 @@ from quire.cache_layout import Record
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 # A token with no larger magnitude gets scale 1 and is stored as zeros: its scale would not be a normal float32.
 SMALLEST_PEAK = 1e-30
+SMALLEST_RANGE = 1e-27  # of a head with a zero point, likewise
+LARGEST_E2M1 = 6.0
+SMALLEST_BLOCK_SCALE = 2.0**-9  # the least one in e4m3
 
 
 def largest(dtype: torch.dtype) -> float | None:
@@ -37,6 +40,8 @@ def page_tensors(cache: PagedKVCache) -> list[torch.Tensor]:
     if cache.is_latent:
         return [as_bytes(cache.k)]
     tensors = [as_bytes(cache.k), as_bytes(cache.v)]
-    if cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
+    if cache.k_block_scale is not None and cache.v_block_scale is not None:
+        tensors += [as_bytes(cache.k_block_scale), as_bytes(cache.v_block_scale)]
+    elif cache.scale_kind == "token" and cache.k_scale is not None and cache.v_scale is not None:
         tensors += [cache.k_scale, cache.v_scale]
     return tensors

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.cache_formats import Format
+from quire.dispatch.device import DeviceProperties
 from quire.kernels import formats
 from quire.spec import AttentionSpec
 
@@ -117,6 +119,58 @@ def e5m2x2(x):
 
 
 @triton.jit
+def int4x2(x):
+    even: tl.constexpr = """{
+        .reg .b32 a, b;
+        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+        and.b32 $0, a, 0x000F000F; and.b32 $1, b, 0x000F000F; }"""
+    odd: tl.constexpr = """{
+        .reg .b32 a, b;
+        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+        and.b32 $0, a, 0x00F000F0; and.b32 $1, b, 0x00F000F0; }"""
+    return (
+        tl.inline_asm_elementwise(even, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+        tl.inline_asm_elementwise(odd, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+    )
+
+
+@triton.jit
+def int4x2_in_software(x):
+    return (x & 15).to(tl.float16), (x >> 4).to(tl.float16)
+
+
+@triton.jit
+def e2m1x2(x):
+    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first. The upper
+    # half of a byte is at the top of a float16; its bits are 0 below, so that one mask serves both parts.
+    even: tl.constexpr = """{
+        .reg .b32 w, a, b, s, t;
+        shl.b32 w, $2, 4; and.b32 w, w, 0xF0F0F0F0;
+        prmt.b32 a, w, 0, 0x1404; prmt.b32 b, w, 0, 0x3424;
+        shr.b32 s, a, 3; shr.b32 t, b, 3;
+        lop3.b32 $0, a, s, 0x8E008E00, 0xA8; lop3.b32 $1, b, t, 0x8E008E00, 0xA8; }"""
+    odd: tl.constexpr = """{
+        .reg .b32 w, a, b, s, t;
+        and.b32 w, $2, 0xF0F0F0F0;
+        prmt.b32 a, w, 0, 0x1404; prmt.b32 b, w, 0, 0x3424;
+        shr.b32 s, a, 3; shr.b32 t, b, 3;
+        lop3.b32 $0, a, s, 0x8E008E00, 0xA8; lop3.b32 $1, b, t, 0x8E008E00, 0xA8; }"""
+    return (
+        tl.inline_asm_elementwise(even, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+        tl.inline_asm_elementwise(odd, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+    )
+
+
+@triton.jit
+def e2m1x2_in_software(x):
+    bits = x.to(tl.uint16)
+    even = ((bits & 0x08) << 12) | ((bits & 0x07) << 9)
+    odd = ((bits & 0x80) << 8) | ((bits & 0x70) << 5)
+    even, odd = even.to(tl.uint16).to(tl.float16, bitcast=True), odd.to(tl.uint16).to(tl.float16, bitcast=True)
+    return (even.to(tl.float32) * 16384.0).to(tl.float16), (odd.to(tl.float32) * 16384.0).to(tl.float16)
+
+
+@triton.jit
 def to_e4m3(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
@@ -162,6 +216,22 @@ def to_fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.const
 
 
 @triton.jit
+def round_even(x):
+    """Round to whole numbers, half to even."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def to_e2m1(x):
+    """Round float32 to e2m1, half to even, saturating; NaN becomes 0. Return four bits of each."""
+    magnitude = tl.where(x == x, tl.minimum(tl.abs(x), 6.0), 0.0)
+    step = tl.where(magnitude < 2.0, 2.0, tl.where(magnitude < 4.0, 1.0, 0.5))
+    before = tl.where(magnitude < 2.0, 0.0, tl.where(magnitude < 4.0, 2.0, 4.0))
+    number = (round_even(magnitude * step) + before).to(tl.int32)
+    return tl.where((x < 0.0) & (number > 0), number | 8, number)
+
+
+@triton.jit
 def to_bfloat16_bits(x):
     # Half to even. The rounding addition may carry into the exponent, which is right. The interpreter truncates.
     bits = x.to(tl.uint32, bitcast=True)
@@ -182,6 +252,7 @@ SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e
 FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
+CODES_DECODERS = {"int4": (int4x2_in_software, int4x2), "e2m1": (e2m1x2_in_software, e2m1x2)}
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 
 
@@ -201,6 +272,14 @@ def decoder(dtype: torch.dtype, native_fp8: bool) -> Any:
 def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     """Return the decoder for 16-bit elements that hold two numbers of `dtype`."""
     return FP8X2_DECODERS[dtype][native_fp8x2]
+
+
+def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[torch.dtype, Any, Any]:
+    """Return the dtype as which keys are loaded, two numbers at a time, and the decoders of keys and of values."""
+    decode_v = CODES_DECODERS[form.v.name][device.has_ptx]
+    if form.k.name == "e4m3":
+        return torch.int16, fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2), decode_v
+    return torch.uint8, CODES_DECODERS[form.k.name][device.has_ptx], decode_v
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

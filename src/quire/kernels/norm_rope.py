@@ -14,7 +14,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import power_of_two
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.rotate import load_rotated
-from quire.kernels.views import norm_rope_of
+from quire.kernels.views import block_scales, norm_rope_of
 from quire.kernels.write import describe_cache, store_head, write_head
 from quire.norm_rope import QKNorm, Rope
 
@@ -30,6 +30,7 @@ def norm_rope_kernel(
     k_cache, v_cache, k_scale, v_scale,  # of PagedKVCache; scales may be None
     slot_mapping,  # [num_tokens] int64
     norm_rope,  # views.NormRope
+    blocks,  # views.BlockScales, or None
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     k_page, k_slot, k_head, k_vec, v_page, v_slot, v_head, v_vec, scale_page, scale_slot, scale_head,
     GROUP: tl.constexpr,
@@ -38,6 +39,7 @@ def norm_rope_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
     ENCODE: tl.constexpr, LARGEST: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_CODES: tl.constexpr, V_CODES: tl.constexpr,  # of `store_head`
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, offs_d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -53,6 +55,10 @@ def norm_rope_kernel(
         return
     page, slot = position // PAGE_SIZE, position % PAGE_SIZE
     offs_scale = page * scale_page + slot * scale_slot + head * scale_head
+    k_block, v_block = None, None
+    if blocks is not None:
+        offs_block = page * blocks.page + slot * blocks.slot + head * blocks.head
+        k_block, v_block = blocks.k + offs_block, blocks.v + offs_block
     zero = tl.arange(0, 1)
     k = load_rotated(
         k_ptr + token * stride_k_token + head * stride_k_head + zero, zero == 0, token + zero, norm_rope.k_weight,
@@ -61,12 +67,12 @@ def norm_rope_kernel(
     store_head(
         tl.reshape(k, [BLOCK_D]),
         k_cache + page * k_page + slot * k_slot + head * k_head,
-        k_vec, k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+        k_vec, k_scale, offs_scale, HEAD_DIM, BLOCK_D, K_VEC, ENCODE, LARGEST, TOKEN_SCALES, K_CODES, k_block,
     )  # fmt: skip
     write_head(
         v_ptr + token * stride_v_token + head * stride_v_head,
         v_cache + page * v_page + slot * v_slot + head * v_head,
-        v_vec, v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES,
+        v_vec, v_scale, offs_scale, HEAD_DIM_V, BLOCK_DV, V_VEC, ENCODE, LARGEST, TOKEN_SCALES, V_CODES, v_block,
     )  # fmt: skip
 
 
@@ -96,8 +102,9 @@ def norm_rope_and_write(
         meta |= rotation._asdict() | {"GROUP": group, "ROWS": rows}
         meta["num_warps"] = min(8, max(1, rows * meta["BLOCK_D"] // ELEMENTS))
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *of_cache
-        return Arguments((q, rotated, k, v, *pages, slot_mapping, norm_rope), strides, meta)
+        return Arguments((q, rotated, k, v, *pages, slot_mapping, norm_rope, blocks), strides, meta)
 
-    tensors = q, rotated, k, v, *cache.addresses, slot_mapping, norm_rope
+    blocks = block_scales(cache)
+    tensors = q, rotated, k, v, *cache.addresses[:4], slot_mapping, norm_rope, blocks
     facts = q.device, cache.kind, cache.num_kv_heads, num_q_heads, cache.head_dim, cache.head_dim_v, rotation
     NORM_ROPE((num_tokens, cache.num_kv_heads, 1), tensors, facts, arguments)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.kernels.codes import queries_for_codes, scores_of_codes, times_block_scales, weighted_step
 from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
 from quire.kernels.states import encode, softmax_step
@@ -30,7 +31,7 @@ class Tiling(NamedTuple):
     WIDE_OFFSETS: Any  # an offset within a page, or of a scale, may reach 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
-    PACKED_FP8: Any  # a stored element is two fp8 numbers
+    PACKED_FP8: Any  # a stored element is two numbers
     TOKEN_SCALES: Any  # scales per token and head
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
@@ -42,6 +43,9 @@ class Tiling(NamedTuple):
     ROTARY_DIM: Any  # columns of a head that are rotated; None without rotation and norm
     INTERLEAVED: Any  # pairs of them are (2i, 2i + 1)
     FUNCTION: Any  # jit function of users' functions on scores and masks (`user_mods.py`), or None
+    FORMAT: Any = None  # `PagedKVCache.kv_format`
+    DECODE_V: Any = None  # of values, where there is a format
+    IN_PTX: Any = False  # its decoders are instructions of PTX
 
 
 class Scoring(NamedTuple):
@@ -273,7 +277,8 @@ def dim_offsets(offs_d, stride_vec, VEC: tl.constexpr, BLOCK: tl.constexpr):
 def load_queries(inputs, rows, T: tl.constexpr):
     """Load the queries of a row block; with `norm_rope`, rotate them by their tokens.
 
-    They are a tuple of panels. With PACKED_FP8, it is what `scale_to_float16` returns of even and odd columns.
+    They are a tuple of panels. With PACKED_FP8, it is what `scale_to_float16` returns of even and odd columns; with a
+    format, what `queries_for_codes` makes of that.
     """
     ptrs = inputs.q_ptr + rows.token * in_units(inputs.stride_q_token, T.STRIDE_UNIT)
     ptrs += rows.head.to(tl.int64) * in_units(inputs.stride_q_head, T.STRIDE_UNIT)
@@ -290,8 +295,10 @@ def load_queries(inputs, rows, T: tl.constexpr):
                     T.BLOCK_D, T.ROTARY_DIM, T.INTERLEAVED,
                 ),
             )  # fmt: skip
-    if T.PACKED_FP8:
+    if T.PACKED_FP8 and q[0].dtype != tl.float32:
         q = scale_to_float16(q)
+    if T.FORMAT is not None:
+        q = queries_for_codes(q, len(columns), T)
     return q
 
 
@@ -350,9 +357,13 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
-    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16
-    k = decode_panels(k, q[0].dtype, T)
-    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T)
+    SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None
+    k = decode_panels(k, q[0].dtype, T.DECODE, T)
+    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T.DECODE if T.FORMAT is None else T.DECODE_V, T)
+    if T.FORMAT is not None and not T.TOKEN_SCALES:
+        offs_block = (slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page)[:, None]
+        k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T)
+        v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T)
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(k)):
         scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)
@@ -361,7 +372,11 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
     v_scale = None
     if T.TOKEN_SCALES:
         offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
-        scores *= tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)[None, :]
+        k_scale = tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)
+        if T.FORMAT is None:
+            scores *= k_scale[None, :]
+        else:
+            scores = scores_of_codes(scores, q[len(k) + 1], k_scale, T)
         v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
         if SCALE_V:
             scaled = ()
@@ -381,9 +396,12 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
             first, last = rows.q_pos - scoring.window_left, rows.q_pos + scoring.window_right
             visible = visible & (kv_pos[None, :] >= first[:, None]) & (kv_pos[None, :] <= last[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    acc, m_i, l_i = softmax_step(
-        acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
-    )
+    if T.FORMAT is not None and T.TOKEN_SCALES:
+        acc, m_i, l_i = weighted_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.INPUT_PRECISION)
+    else:
+        acc, m_i, l_i = softmax_step(
+            acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
+        )
     if T.WAIT:
         waited = ()
         for i in tl.static_range(len(acc)):
@@ -478,14 +496,15 @@ def load_heads(
 
 
 @triton.jit
-def decode_panels(stored, dtype: tl.constexpr, T: tl.constexpr):
+def decode_panels(stored, dtype: tl.constexpr, DECODE: tl.constexpr, T: tl.constexpr):
     """Return panels of numbers; of pairs, even and odd columns."""
     numbers = ()
     for i in tl.static_range(len(stored)):
         if T.PACKED_FP8:
-            numbers = numbers + T.DECODE(stored[i])
+            even, odd = DECODE(stored[i])
+            numbers = numbers + (even.to(dtype), odd.to(dtype))
         else:
-            numbers = numbers + (T.DECODE(stored[i], dtype),)
+            numbers = numbers + (DECODE(stored[i], dtype),)
     return numbers
 
 

@@ -64,12 +64,7 @@ def softmax_step(
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf - -inf is NaN
     p = tl.exp2(scores * exponent_scale - shift[:, None])
     alpha = tl.exp2(m_i - shift)
-    if len(l_i.shape) == 1:
-        l_i = l_i * alpha + tl.sum(p, 1)
-    elif l_i.shape[1] == num_sums(p.shape[1]):
-        l_i = l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
-    else:
-        l_i = tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
+    l_i = add_sums(l_i, alpha, p)
     if v_scale is not None:
         p = p * v_scale[None, :]
     p = p.to(v[0].dtype)
@@ -77,6 +72,17 @@ def softmax_step(
     for i in tl.static_range(len(acc)):
         new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)
     return new_acc, m_new, l_i
+
+
+@triton.jit
+def add_sums(l_i, alpha, p):
+    """Return the sums of each row, times its alpha, plus those of p [M, N]; l_i is as in `empty_state`."""
+    if len(l_i.shape) == 1:
+        return l_i * alpha + tl.sum(p, 1)
+    elif l_i.shape[1] == num_sums(p.shape[1]):
+        return l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
+    else:
+        return tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from quire.batch import Batch, ChosenKeys
 from quire.cache import PagedKVCache, Strides
 from quire.cache_layout import RECORD_RANK
 from quire.dispatch.config import padded
+from quire.kernels.formats import as_bytes
 from quire.norm_rope import QKNorm, Rope
 
 
@@ -37,6 +38,27 @@ class CacheTensors(NamedTuple):
     v: Any
     k_scale: Any  # element (page, slot, head) at strides scale_*; None if the cache is not quantised
     v_scale: Any
+
+
+class BlockedCacheTensors(NamedTuple):
+    """Those of a cache with block scales; these are bytes, with the strides block_* of `KVLayout`."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    k_block: Any
+    v_block: Any
+
+
+class BlockScales(NamedTuple):
+    """The block scales of a cache that is written, as bytes, and their strides of pages, slots and heads."""
+
+    k: Any
+    v: Any
+    page: int
+    slot: int
+    head: int
 
 
 class NewTokens(NamedTuple):
@@ -89,6 +111,9 @@ class KVLayout(NamedTuple):
     key_begin: Any = None  # [num_tokens] int32: intervals, or where rows of a tree begin
     key_end: Any = None  # [num_tokens] int32
     tree_bits: Any = None  # [num_tokens] int64
+    block_page: int | None = None  # strides of block scales, if there are some
+    block_slot: int | None = None
+    block_head: int | None = None
 
     @property
     def of_elements(self) -> tuple[int, ...]:
@@ -134,11 +159,24 @@ class Matrix(NamedTuple):
     strides: tuple[int, ...]  # in elements
 
 
-def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors:
-    """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two fp8 numbers."""
+def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors | BlockedCacheTensors:
+    """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two fp8 numbers.
+
+    Of a format, that is said of keys; values are bytes.
+    """
+    if cache.kv_format is not None:
+        tensors = cache.k.view(element), cache.v, cache.k_scale, cache.v_scale
+        blocks = block_scales(cache)
+        return CacheTensors(*tensors) if blocks is None else BlockedCacheTensors(*tensors, *blocks[:2])
     if element is cache.dtype:
         return CacheTensors(cache.k, cache.v, cache.k_scale, cache.v_scale)
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
+
+
+def block_scales(cache: PagedKVCache) -> BlockScales | None:
+    """Return the block scales of a cache; None if it has none."""
+    k, v = cache.k_block_scale, cache.v_block_scale
+    return None if k is None or v is None else BlockScales(as_bytes(k), as_bytes(v), *cache.block_strides)
 
 
 def output_tensor(out: torch.Tensor, native_fp8: bool) -> torch.Tensor:
@@ -161,7 +199,8 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
     """Return a cache's strides in elements of `element`; with `share_offsets`, without those of v that equal k's."""
     ks, vs = cache.strides
     if element.itemsize > cache.dtype.itemsize:
-        ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
+        ks, halves = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
+        vs = halves if cache.kv_format is None else vs
     v_strides = (None, None, None) if share_offsets and vs[:3] == ks[:3] else vs[:3]
     return KVLayout(
         batch.page_table,
@@ -178,6 +217,7 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         batch.key_begin,
         batch.key_end,
         batch.tree_bits,
+        *(() if cache.k_block_scale is None else cache.block_strides),
     )
 
 

@@ -82,11 +82,10 @@ def tiles_of_sequence(
 def bytes_of(spec: AttentionSpec, lens: Lens) -> float:
     """Return the bytes that must be moved: visible keys and values once, queries and outputs."""
     left, right = spec.window
-    width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
     keys = sum(min(s, left + right + q) * count for q, s, count in lens)
     tokens = sum(q * count for q, _, count in lens)
     rows = tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-    return float(keys * spec.num_kv_heads * width * spec.kv_dtype.itemsize + rows)
+    return float(keys * spec.bytes_per_token + rows)
 
 
 def work_of(launch: Launch, lens: Lens) -> Work:

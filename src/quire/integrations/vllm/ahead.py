@@ -31,7 +31,8 @@ def begin(impl: Any, quantised: bool) -> None:
     config = contract.current_config()
     if config is None or not torch.cuda.is_available() or not captures_steps(config) or not warms_up(config):
         return
-    is_decoder = impl.spec.causal and getattr(impl, SHARES) is None and impl.kv_cache_dtype not in contract.TOKEN_SCALES
+    per_token = contract.TOKEN_SCALES.keys() | contract.ROTATED.keys()
+    is_decoder = impl.spec.causal and getattr(impl, SHARES) is None and impl.kv_cache_dtype not in per_token
     page_size = config.cache_config.block_size
     if not is_decoder or not page_size or config.parallel_config.decode_context_parallel_size > 1:
         return

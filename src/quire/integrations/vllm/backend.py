@@ -40,7 +40,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     """What vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES]
+    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES, *contract.ROTATED]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -76,7 +76,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
+        if kv_cache_dtype in contract.ROTATED or KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
@@ -325,12 +325,15 @@ class QuireImpl(base.AttentionImpl):
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
         encodes = attn_type in ENCODERS
         self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
+        self.kv_format = None if encodes else contract.ROTATED.get(kv_cache_dtype)
+        self.turn: torch.Tensor | None = None  # how heads are rotated before they are stored, where there is a format
         self.spec = layer_spec(
             num_q_heads=num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=head_size,
             dtype=dtype,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=self.kv_dtype if self.kv_format is None else None,
+            kv_format=self.kv_format,
             softmax_scale=self.scale,
             causal=attn_type == base.AttentionType.DECODER,
             sliding_window=sliding_window,
@@ -378,6 +381,8 @@ class QuireImpl(base.AttentionImpl):
         if self.attn_type in ENCODERS:
             return self.encode(query, key, value, attn_metadata, output, output_scale)
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
+        if self.turn is not None:
+            return self.attend_rotated(layer, pages, attn_metadata, query, key, value, output, output_scale)
         if attn_metadata.sharded is not None:
             if output_scale is not None:
                 raise UnsupportedError(
@@ -386,6 +391,21 @@ class QuireImpl(base.AttentionImpl):
                 )
             attn_metadata.builder.shares.attend(self, attn_metadata, pages, query, key, value, output)
             return output
+        self.attend(layer, pages, attn_metadata, query, key, value, output, output_scale)
+        return output
+
+    def attend(
+        self,
+        layer: Any,
+        pages: PagedKVCache,
+        attn_metadata: QuireMetadata,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+    ) -> None:
+        """Write the step's keys and values, unless another layer has written them, and attend in one process."""
         spec = bidirectional(self.spec) if attn_metadata.causal is False and self.spec.causal else self.spec
         plan = attn_metadata.plan_intervals(spec, query.shape[0], pages.page_size, layer)
         plan = plan or attn_metadata.plan(spec, query.shape[0], pages.page_size)
@@ -403,6 +423,29 @@ class QuireImpl(base.AttentionImpl):
         per_head: dict[str, Any] = {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes}
         out = output[: query.shape[0]]
         quire.attention(query, pages, plan, **new, **per_head, out=out, out_scale=output_scale)
+
+    def attend_rotated(
+        self,
+        layer: Any,
+        pages: PagedKVCache,
+        attn_metadata: QuireMetadata,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend with heads that are rotated before they are stored, and rotate the results back."""
+        assert self.turn is not None
+        if attn_metadata.sharded is not None or output_scale is not None:
+            raise UnsupportedError(
+                f"kv_cache_dtype must be auto or fp8 where ranks share contexts or outputs are quantised, got "
+                f"{self.kv_cache_dtype}; set --kv-cache-dtype fp8"
+            )
+        key, value = (None if x is None else x @ self.turn for x in (key, value))
+        norm, out = self.head_size & -self.head_size, torch.zeros_like(output)
+        self.attend(layer, pages, attn_metadata, query @ (self.turn / norm), key, value, out, None)
+        output.copy_(out @ (self.turn.T / norm))
         return output
 
     def do_kv_cache_update(
@@ -417,6 +460,8 @@ class QuireImpl(base.AttentionImpl):
         if kv_cache.numel() == 0:  # while memory is measured
             return
         pages = self.pages if kv_cache is self.bound else self.bind(layer, kv_cache)
+        if self.turn is not None:
+            key, value = key @ self.turn, value @ self.turn
         new = {"k": key, "v": value, "slot_mapping": slot_mapping}
         quire.write_kv(**cut(new, min(slot_mapping.shape[0], key.shape[0])), cache=pages)
 
@@ -435,13 +480,24 @@ class QuireImpl(base.AttentionImpl):
         """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
         if self.attn_type in ENCODERS:
             return unpaged(self.spec, layer._k_scale.device)
+        if self.kv_format is not None:
+            stored, width = kv_cache.view(torch.uint8), self.head_size // 2
+            k, v, layout = contract.keys_and_values(stored, width)
+            scales = contract.scales_of_tokens(stored, width)
+            self.turn = contract.rotation(self.head_size, torch.empty(0, dtype=self.spec.dtype, device=k.device))
+            self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales, kv_format=self.kv_format)
+            return self.with_slopes(kv_cache.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in QUANTISED else (None, None)
         if self.kv_cache_dtype in contract.TOKEN_SCALES:
             scales = contract.scales_of_tokens(kv_cache.view(self.kv_dtype), self.head_size)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
+        return self.with_slopes(kv_cache.device)
+
+    def with_slopes(self, device: torch.device) -> PagedKVCache:
+        """Return the pages; slopes are on their device then."""
         if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to(kv_cache.device)
+            self.alibi_slopes = self.alibi_slopes.to(device)
         return self.pages
 
 

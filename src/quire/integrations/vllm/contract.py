@@ -37,6 +37,8 @@ SPARSE_MLA = "vllm.model_executor.layers.attention.sparse_mla_attention"
 MINIMAX_M3 = "vllm.models.minimax_m3"
 MODELS = {"MiniMaxM3SparseForCausalLM": MINIMAX_M3}  # architectures whose layers ask for no backend, and their homes
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
+ROTATED = {"int4_per_token_head": "int4"}  # vLLM's names of what Quire calls a kv_format, over rotated heads
+SIGNS = 0x9E3779B9  # the seed of the signs by which vLLM rotates
 SCALE_BYTES = 4
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, so that its handlers show the messages
@@ -162,6 +164,13 @@ def backend_names() -> Any:
     return registry().AttentionBackendEnum
 
 
+def bytes_with_scale(name: str, head_size: int) -> int:
+    """Return the bytes of a head and of its scale per token; 0 where vLLM's name is of a cache without such scales."""
+    if name in ROTATED:
+        return head_size // 2 + SCALE_BYTES
+    return head_size + SCALE_BYTES if name in TOKEN_SCALES else 0
+
+
 class CacheShape:
     """The shape of a layer's cache: vLLM up to 0.28 asks a backend for it, and later for the bytes of a row.
 
@@ -173,15 +182,17 @@ class CacheShape:
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache."""
-        scale = SCALE_BYTES if cache_dtype_str in TOKEN_SCALES else 0
-        return num_blocks, 2, block_size, num_kv_heads, head_size + scale
+        row = bytes_with_scale(cache_dtype_str, head_size) or head_size
+        return num_blocks, 2, block_size, num_kv_heads, row
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return the spec of a layer's cache with the bytes of a key and its value in it."""
-        if spec.state_content_bytes is not None or spec.kv_quant_mode.name.lower() not in TOKEN_SCALES:
+        name = spec.kv_quant_mode.name.lower()
+        key, value = (bytes_with_scale(name, size) for size in (spec.head_size, spec.head_size_v))
+        if spec.state_content_bytes is not None or not key:
             return spec
-        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * SCALE_BYTES)
+        return replace(spec, state_content_bytes=key + value)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
@@ -247,6 +258,21 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
     """Return views of a layer's keys and values, and the name of their layout."""
     keys, values, layout = rows(kv_cache)
     return keys[..., :head_dim], values[..., :head_dim], layout
+
+
+def rotation(width: int, like: torch.Tensor) -> torch.Tensor:
+    """Return the matrix by which vLLM multiplies heads before it stores them in four bits: signs, and Hadamard's.
+
+    It is not normalised: times its transpose, it is the largest power of two that divides the width. Of a width that is
+    no power of two, it has a block for each such part.
+    """
+    block = width & -width
+    generator = torch.Generator(device="cpu").manual_seed(SIGNS)
+    signs = 2.0 * torch.bernoulli(torch.full((block,), 0.5, device="cpu"), generator=generator) - 1.0
+    matrix = torch.ones(1, 1, device="cpu")
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return torch.block_diag(*[signs[:, None] * matrix] * (width // block)).to(like.device, like.dtype)
 
 
 def scales_of_tokens(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -180,7 +180,7 @@ class Planner:
 def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     """Write into vLLM's log that layers have Quire's attention. Where no such line is, vLLM took another backend."""
     heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
-    dtype = str(spec.kv_dtype).removeprefix("torch.")
+    dtype = spec.kv_format or str(spec.kv_dtype).removeprefix("torch.")
     layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
     contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
     START.debug("vLLM chose Quire for %s: %s, a cache in %s", layers, heads, dtype)

@@ -227,8 +227,8 @@ def attend_keys(acc, m_i, l_i, q, cache, kv, kv_head, at, scoring, T: tl.constex
     v = load_heads(v_rows, kv.v_vec, keep, True, T.HEAD_DIM_V, 1, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS)
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16
-    k = decode_panels(k, q[0].dtype, T)
-    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T)
+    k = decode_panels(k, q[0].dtype, T.DECODE, T)
+    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T.DECODE, T)
     scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(k)):
         scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)

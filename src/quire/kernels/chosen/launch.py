@@ -377,6 +377,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
     """
     if request.chosen is None:
         return "batches without chosen keys"
+    if request.spec.kv_format is not None:
+        return f"caches in {request.spec.kv_format}"
     if options.config is not None:
         return "config"
     whole = ChosenLaunch(request, config_of(request))

@@ -14,6 +14,7 @@ from quire.checks.batch import check_chosen, check_reads, tokens_at_once
 from quire.chosen import keys_of, slots_of
 from quire.intervals import locate
 from quire.kernels.cpu.cache_ops import store_out
+from quire.kernels.cpu.formats import decode
 from quire.kernels.cpu.softmax import softmax_and_lse
 from quire.kernels.formats import as_bytes
 from quire.score_functions import Scene, apply, bounds_of
@@ -175,7 +176,8 @@ def attend_group(
     is_plain = not (spec.latent or spec.sinks or spec.alibi or spec.softcap is not None or spec.score or spec.mask)
     if is_plain and not want_lse and mask.shape[-1]:
         # Dequantised numbers may be too small for float16: a quantised cache is computed in float32.
-        dtype = torch.float32 if exact or cache.dtype in QUANTISED_DTYPES else q.dtype
+        is_quantised = cache.dtype in QUANTISED_DTYPES or cache.kv_format is not None
+        dtype = torch.float32 if exact or is_quantised else q.dtype
         out = torch.nn.functional.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=mask, scale=spec.softmax_scale, enable_gqa=True
         )
@@ -289,6 +291,9 @@ def read(
         k = torch.cat([values.flatten(-2), *(part.float() for part in rope)], -1)
         k = k.masked_fill(~needed[..., None], 0.0)[:, :, None]
         return k, k[..., : cache.head_dim_v]
+    if cache.kv_format is not None:
+        k, v = decode(cache, page, slot, heads)
+        return k.masked_fill(~needed[..., None, None], 0.0), v.masked_fill(~needed[..., None, None], 0.0)
     k, v = as_bytes(cache.k), as_bytes(cache.v)
     if cache.layout == "THD":
         k, v = k[page + slot, heads], v[page + slot, heads]

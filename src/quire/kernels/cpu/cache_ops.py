@@ -3,6 +3,7 @@
 import torch
 
 from quire.cache import PagedKVCache
+from quire.kernels.cpu.formats import encode
 from quire.kernels.formats import SMALLEST_PEAK, as_bytes, largest, page_tensors, record_columns
 
 
@@ -14,6 +15,9 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
         ValueError: a slot is outside the pool; nothing was written.
     """
     kept, page, slot = find_slots(cache, slot_mapping)
+    if cache.kv_format is not None:
+        write_format(k[kept].float(), v[kept].float(), cache, page, slot)
+        return
     limit = largest(cache.dtype)
     for x, stored, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
         x = x[kept]
@@ -35,6 +39,21 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, slot_mapping
             stored[page, :, :, slot] = x.unflatten(-1, (stored.shape[2], stored.shape[4]))
         else:
             stored[page, :, :, slot] = x
+
+
+def write_format(k: torch.Tensor, v: torch.Tensor, cache: PagedKVCache, page: torch.Tensor, slot: torch.Tensor) -> None:
+    """Store new keys and values in the slots of a cache with a `kv_format`."""
+    index = (page, slot) if cache.layout == "NHD" else (page, slice(None), slot)
+    for x, codes, stored, scale, blocks in (
+        (k, cache.form.k, cache.k, cache.k_scale, cache.k_block_scale),
+        (v, cache.form.v, cache.v, cache.v_scale, cache.v_block_scale),
+    ):
+        assert scale is not None
+        stored[index], fresh, of_blocks = encode(x, codes, scale)
+        if fresh is not None:
+            scale[page, slot] = fresh
+        if blocks is not None and of_blocks is not None:
+            as_bytes(blocks)[page, slot] = as_bytes(of_blocks)
 
 
 @torch.no_grad()

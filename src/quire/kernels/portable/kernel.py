@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.codes import empty_sums, finish_codes
 from quire.kernels.panels import columns_of, join_pairs
 from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.primitives import (
@@ -183,6 +184,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
         poison = share.poison
     acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
+    if T.FORMAT is not None:
+        acc = empty_sums(acc, l_i, T)
     l_i += poison
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
@@ -208,6 +211,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
             if F.FIXED_SPLIT > 0:
                 TILES: tl.constexpr = F.FIXED_SPLIT // T.BLOCK_N
                 if ((tile + 1) % TILES == 0) | (tile == stop - 1):
+                    if T.FORMAT is not None:
+                        acc = finish_codes(acc, T)
                     if not F.PARTITIONED or share.begins_here:
                         whole_acc, whole_m, whole_l = fold_split(whole_acc, whole_m, whole_l, acc, m_i, l_i)
                     else:
@@ -215,10 +220,14 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
                         columns = columns_of(T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
                         store_partial(share.scratch, acc, m_i, total(l_i), columns, slot, True, T.BLOCK_M, P)
                     acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
+                    if T.FORMAT is not None:
+                        acc = empty_sums(acc, l_i, T)
                     l_i += poison
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
         return rows, following, whole_acc, whole_m, whole_l
+    if T.FORMAT is not None:
+        acc = finish_codes(acc, T)
     if F.SUMS > 1:
         l_i = tl.sum(l_i, 1)
     return rows, following, acc, m_i, l_i
@@ -265,6 +274,7 @@ def portable_kernel(
     TWO_LEVEL: tl.constexpr = False,  # many partials are combined in two levels
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
+    FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
 ):  # fmt: skip
     PARTITIONED: tl.constexpr = is_found_now is not None
     EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
@@ -272,7 +282,7 @@ def portable_kernel(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
-        ROTARY_DIM, INTERLEAVED, FUNCTION,
+        ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
     )  # fmt: skip
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.

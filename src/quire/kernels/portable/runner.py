@@ -170,7 +170,7 @@ class PortableRunner(KernelRunner):
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
-        return self.may_append and cache.scale_kind != "token"
+        return self.may_append and cache.scale_kind != "token" and cache.kv_format is None
 
     @cached_property
     def may_append(self) -> bool:
@@ -207,7 +207,7 @@ class PortableRunner(KernelRunner):
         block_n = self.decided.config.block_n
         return (
             block_n
-            if cache.dtype is self.decided.request.spec.dtype or self.decided.packs_fp8(cache)
+            if cache.dtype is self.decided.request.spec.dtype or cache.kv_format or self.decided.packs_fp8(cache)
             else max(16, block_n // 2)
         )
 
@@ -233,7 +233,12 @@ class PortableRunner(KernelRunner):
         decided, batch = self.decided, self.batch
         device = decided.request.device
         packed = self.decided.packs_fp8(cache)
-        if packed:
+        of_format: dict[str, Any] = {}
+        if cache.kv_format is not None:
+            element, decode, decode_v = mods.decoders_of_format(cache.form, device)
+            packed = True
+            of_format = {"FORMAT": cache.kv_format, "DECODE_V": decode_v, "IN_PTX": device.has_ptx}
+        elif packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
         else:
             as_bytes = not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
@@ -245,7 +250,7 @@ class PortableRunner(KernelRunner):
             "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        } | rotation._asdict()  # fmt: skip
+        } | rotation._asdict() | of_format  # fmt: skip
         if packed and decided.max_registers is not None:
             meta["maxnreg"] = decided.max_registers
         meta["BLOCK_N"] = self.block_n(cache)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "M
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Layout = Literal["pages", "latents", "packed", "shared pages"]
 DEFAULT_MODEL = "Llama-3-8B"
+KV_FORMATS = "int4", "nvfp4", "k8v4"  # of caches below eight bits
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Case:
         model: a key of MODELS; where there is a `layer`, its heads in words.
         page_size: tokens per page.
         dtype: name of the torch dtype of the queries.
-        kv_dtype: name of the torch dtype of the cache; `dtype` when not given.
+        kv_dtype: name of the torch dtype of the cache, or one of KV_FORMATS; `dtype` when not given.
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
         shared_prefix: leading keys that all sequences have in the same pages, a multiple of the page size.
         layer: the attention of a layer that none of MODELS has.
@@ -122,7 +123,7 @@ class Case:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=getattr(torch, self.dtype),
-            kv_dtype=getattr(torch, self.kv_dtype or self.dtype),
+            **self.stored,
             sliding_window=model.sliding_window,
             sinks=model.sinks,
             head_dim_v=model.head_dim_v,
@@ -130,6 +131,13 @@ class Case:
             latent=model.latent,
             softcap=model.softcap,
         )
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """How the cache stores numbers, as `AttentionSpec` takes it."""
+        if self.kv_dtype in KV_FORMATS:
+            return {"kv_format": self.kv_dtype}
+        return {"kv_dtype": getattr(torch, self.kv_dtype or self.dtype)}
 
     @property
     def layout(self) -> Layout:
@@ -182,9 +190,7 @@ class Case:
     @property
     def bytes_per_key(self) -> int:
         """Bytes of a token's keys and values in one layer. A latent is both."""
-        spec = self.spec
-        width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
-        return spec.num_kv_heads * width * spec.kv_dtype.itemsize
+        return self.spec.bytes_per_token
 
     @cached_property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 
-from quire_tools.bench.case import DEFAULT_MODEL, KV_MODELS, Case, CaseOptions, Kind
+from quire_tools.bench.case import DEFAULT_MODEL, KV_FORMATS, KV_MODELS, Case, CaseOptions, Kind
 
 
 def decode(num_seqs: int, length: int, suffix: str = "", **options: Unpack[CaseOptions]) -> Case:
@@ -205,6 +205,14 @@ SETS = {
         *(prompts(f"prefill 2048 pages of {n}", [2048], page_size=n) for n in (1, 128, 528)),
         *(decode(32, 2048, f" {name}", dtype=name) for name in ("float16", "float32")),
         *(decode(32, 2048, f" {name}", kv_dtype=name) for name in ("float8_e5m2", "int8")),
+    ),
+    "bits": tuple(
+        case
+        for name in ("float8_e4m3fn", *KV_FORMATS)
+        for case in (
+            *(decode(n, length, f" {name}", kv_dtype=name) for n, length in ((128, 4096), (32, 4096), (1, 131072))),
+            prompts(f"prefill 8192 {name}", [8192], kv_dtype=name),
+        )
     ),
     "shared": (samples(64, 8192, 256), samples(8, 2048, 256), samples(16, 32768, 512)),
     "mla": MLA,

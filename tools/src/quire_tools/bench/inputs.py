@@ -112,6 +112,15 @@ def make_inputs(
 def make_cache(case: Case, num_pages: int, device: torch.device, generator: torch.Generator) -> quire.PagedKVCache:
     """Fill pages with normal random numbers, in int8 with 40 times these, and scales of 1/40."""
     cache = quire.PagedKVCache.empty(case.spec, num_pages, case.page_size, device=device)
+    if case.spec.kv_format is not None:
+        heads, slots = cache.num_kv_heads, torch.arange(num_pages * case.page_size, device=device)
+        for some in slots.split(max(1, len(slots) // 16)):
+            k, v = (
+                torch.randn(len(some), heads, width, device=device, generator=generator)
+                for width in (cache.head_dim, cache.head_dim_v)
+            )
+            quire.write_kv(k, v, cache, some)
+        return cache
     is_int8 = case.spec.kv_dtype is torch.int8
     unit = 40.0 if is_int8 else 1.0
     for tensor in (cache.latents,) if cache.is_latent else (cache.k, cache.v):

@@ -33,6 +33,7 @@ def flashinfer_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner
         backend == "fa3" and (case.bounds["max_query_len"] == 1 or spec.kv_dtype != spec.dtype),
         "its fa3 kernels are for prefill in 16 bits",
     )
+    refuse(spec.kv_format is not None, f"not measured on {spec.kv_format}")
     refuse_other_values(spec)
     indptr = page_starts(inputs)
     last = torch.tensor([(s - 1) % case.page_size + 1 for s in case.seq_lens], dtype=torch.int32)

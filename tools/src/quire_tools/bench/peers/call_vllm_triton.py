@@ -16,6 +16,7 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
 
     spec, bounds = inputs.case.spec, inputs.case.bounds
     refuse(spec.kv_dtype is torch.int8, "its int8 caches have scales per token")
+    refuse(spec.kv_format is not None, f"not measured on {spec.kv_format}")
     refuse_other_values(spec)
     shape = (inputs.q.shape[0], spec.num_q_heads, 16)
     segment_out = torch.empty(

@@ -1,0 +1,196 @@
+"""Formats below eight bits in kernels: a stored element is two numbers, and scales are not multiplied into each.
+
+A tile's keys and values become panels of even and odd columns in float16, as those of fp8 in pairs do. What is left of
+a number goes into what there is one of for each row, key or panel:
+
+* A decoder may return a number times a power of two (`unit`): four bits in place are a subnormal float16, whose unit is
+  2^-24, or 2^-20 where they are the upper half of a byte. Tensor cores take subnormals. So an instruction that moves
+  bytes into halves of a register and one that masks decode a pair.
+* The product of queries with numbers n, which stand for (n - z) * s, is s * (q . n - z * sum(q)).
+* A probability times the scale of its value is 2 to the sum of both exponents, and the running maximum is of that sum.
+  So it is in the range of float16 whatever the scales are. The sum of probabilities times zero points is carried next
+  to the accumulators, and is subtracted at the end.
+
+Block scales (nvfp4) do go into each number: an e2m1 number times an e4m3 scale is exact in float16.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.kernels import formats, mods
+from quire.kernels.panels import panel_width
+from quire.kernels.states import add_product, add_sums, total
+
+LEAST_SCALE = tl.constexpr(2.0**-96)  # of a value: with those below, sums of probabilities could be infinite
+BLOCK_COLUMNS = tl.constexpr(16)  # that share a block scale
+SMALLEST_RANGE = tl.constexpr(formats.SMALLEST_RANGE)
+LARGEST_E2M1 = tl.constexpr(formats.LARGEST_E2M1)
+SMALLEST_BLOCK_SCALE = tl.constexpr(formats.SMALLEST_BLOCK_SCALE)
+
+
+@triton.constexpr_function
+def unit(FORMAT, IN_PTX, OF_KEYS, i):
+    """Return what a 1 that decoders return stands for, in panel i: even columns and odd ones take turns."""
+    if not IN_PTX or (FORMAT == "k8v4" and OF_KEYS):
+        return 1.0
+    return 2.0**14 if FORMAT == "nvfp4" else 2.0 ** (24 - 4 * (i % 2))
+
+
+@triton.constexpr_function
+def unit_ratio(FORMAT, IN_PTX, i):
+    """Return the unit of panel i of keys over that of the first."""
+    return unit(FORMAT, IN_PTX, True, i) / unit(FORMAT, IN_PTX, True, 0)
+
+
+@triton.constexpr_function
+def has_zero(FORMAT, OF_KEYS):
+    """Return whether scales of keys, or of values, hold a zero point."""
+    return FORMAT == "int4" or (FORMAT == "k8v4" and not OF_KEYS)
+
+
+@triton.jit
+def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
+    """Return NUM panels of queries for products with what decoders return; then a factor, and the sum of each row.
+
+    q is the panels, and what `scale_to_float16` returns after them if they are float16.
+    """
+    up = tl.full([T.BLOCK_M], unit(T.FORMAT, T.IN_PTX, True, 0), tl.float32)
+    sums = tl.zeros([T.BLOCK_M], tl.float32)
+    panels = ()
+    for i in tl.static_range(NUM):
+        sums += tl.sum(q[i].to(tl.float32), 1)
+        panels = panels + (q[i] * unit_ratio(T.FORMAT, T.IN_PTX, i),)
+    if len(q) > NUM:
+        up, sums = up * q[NUM], sums * q[NUM]
+    return panels + (up, sums)
+
+
+@triton.jit
+def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr):
+    """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N, 1]."""
+    scaled = ()
+    for i in tl.static_range(len(numbers) // 2):
+        first = i * panel_width(DIM, 2, T.BLOCK_M, T.MOST, 0) // (BLOCK_COLUMNS // 2)
+        scales = load_block_scales(ptrs, first, keep, numbers[2 * i], DIM)
+        scaled = scaled + (times_scales(numbers[2 * i], scales), times_scales(numbers[2 * i + 1], scales))
+    return scaled
+
+
+@triton.jit
+def load_block_scales(ptrs, first, keep, panel, DIM: tl.constexpr):
+    """Return the block scales of a panel's pairs of columns, [BLOCK_N, groups] from the `first` one on."""
+    group = first + tl.arange(0, panel.shape[1] // (BLOCK_COLUMNS // 2))
+    bits = tl.load(ptrs + group[None, :], mask=keep[:, None] & (group < DIM // BLOCK_COLUMNS)[None, :], other=0)
+    return mods.e4m3_in_software(bits, panel.dtype)
+
+
+@triton.jit
+def times_scales(panel, scales):
+    """Multiply each group of a panel's columns by its scale."""
+    groups = tl.reshape(panel, [panel.shape[0], scales.shape[1], panel.shape[1] // scales.shape[1]])
+    return tl.reshape(groups * scales[:, :, None], [panel.shape[0], panel.shape[1]])
+
+
+@triton.jit
+def scale_and_zero(stored):
+    """Return scales and zero points, as float32, from scales that hold both."""
+    bits = stored.to(tl.int32, bitcast=True)
+    return (bits & -16).to(tl.float32, bitcast=True), (bits & 15).to(tl.float32)
+
+
+@triton.jit
+def scores_of_codes(products, sums, k_scale, T: tl.constexpr):
+    """Return scores from the products of queries and numbers, the sums of the queries, and the scales of the keys."""
+    if has_zero(T.FORMAT, True):
+        scale, zero = scale_and_zero(k_scale)
+        return (products - sums[:, None] * zero[None, :]) * scale[None, :]
+    else:
+        return products * k_scale[None, :]
+
+
+@triton.jit
+def empty_sums(acc, l_i, T: tl.constexpr):
+    """Return an accumulator with the sums of probabilities times zero points after its panels, if there are some."""
+    if has_zero(T.FORMAT, False):
+        acc = acc + (tl.zeros_like(l_i),)
+    return acc
+
+
+@triton.jit
+def weighted_step(acc, m_i, l_i, scores, v, v_scale, exponent_scale, INPUT_PRECISION: tl.constexpr):
+    """Fold one tile into a running state as `softmax_step` does, with probabilities times scales of values.
+
+    acc has the sums of `empty_sums`. m_i is the maximum of the exponents of these products.
+    """
+    HEADROOM: tl.constexpr = 12 if v[0].dtype == tl.float16 else 0  # as in `softmax_step`
+    scale, zero = scale_and_zero(v_scale)
+    exponents = scores * exponent_scale
+    weighted = exponents + tl.log2(tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))[None, :]
+    m_new = tl.maximum(m_i, tl.max(weighted, 1) - HEADROOM)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key
+    p = tl.exp2(weighted - shift[:, None]).to(v[0].dtype)
+    alpha = tl.exp2(m_i - shift)
+    l_i = add_sums(l_i, alpha, tl.exp2(exponents - shift[:, None]))
+    new_acc = ()
+    for i in tl.static_range(len(v)):
+        new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)
+    return new_acc + (add_sums(acc[len(v)], alpha, p.to(tl.float32) * zero[None, :]),), m_new, l_i
+
+
+@triton.jit
+def finish_codes(acc, T: tl.constexpr):
+    """Return accumulators over numbers from those over what decoders return, and from the sums of `empty_sums`."""
+    ZERO: tl.constexpr = has_zero(T.FORMAT, False)
+    if ZERO:
+        sums = acc[len(acc) - 1]
+        if len(sums.shape) == 2:
+            sums = total(sums)
+    numbers = ()
+    for i in tl.static_range(len(acc) - ZERO):
+        number = acc[i] * unit(T.FORMAT, T.IN_PTX, False, i)
+        numbers = numbers + (number - sums[:, None] if ZERO else number,)
+    return numbers
+
+
+@triton.jit
+def store_codes(
+    x, target, scale_ptr, offs_scale, block_ptr, DIM: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr
+):
+    """Store the elements of one head two to a byte, and its scale or its block scales.
+
+    Args:
+        x: [BLOCK].
+        target: the head's first byte.
+        scale_ptr, offs_scale: where the scale is; with block scales, it is the one that these are relative to.
+        block_ptr: the head's first block scale, or None.
+        DIM: elements of the head.
+        BLOCK: DIM, padded.
+        CODES: "int4" or "e2m1".
+    """
+    x = x.to(tl.float32)
+    finite = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    if CODES == "int4":
+        low, high = tl.minimum(tl.min(finite, 0), 0.0), tl.maximum(tl.max(finite, 0), 0.0)
+        scale = tl.where(high - low > SMALLEST_RANGE, tl.div_rn(high - low, 15.0), 1.0)
+        bits = scale.to(tl.int32, bitcast=True) & -16
+        scale = bits.to(tl.float32, bitcast=True)
+        zero = tl.minimum(mods.round_even(tl.div_rn(-low, scale)), 15.0)
+        tl.store(scale_ptr + offs_scale, (bits | zero.to(tl.int32)).to(tl.float32, bitcast=True))
+        number = mods.round_even(tl.div_rn(tl.where(x == x, x, 0.0), scale)) + zero
+        number = tl.minimum(tl.maximum(number, 0.0), 15.0).to(tl.int32)
+    else:
+        GROUPS: tl.constexpr = BLOCK // BLOCK_COLUMNS
+        of_head = tl.load(scale_ptr + offs_scale)
+        peak = tl.max(tl.reshape(tl.abs(finite), [GROUPS, BLOCK_COLUMNS]), 1)
+        wanted = tl.div_rn(tl.div_rn(peak, LARGEST_E2M1), of_head)
+        bits = mods.to_e4m3_in_software(tl.minimum(tl.maximum(wanted, SMALLEST_BLOCK_SCALE), 448.0))
+        group = tl.arange(0, GROUPS)
+        tl.store(block_ptr + group, bits, mask=group < DIM // BLOCK_COLUMNS)
+        scale = mods.e4m3_in_software(bits, tl.float32) * of_head
+        number = tl.div_rn(
+            tl.reshape(x, [GROUPS, BLOCK_COLUMNS]), scale[:, None] + tl.zeros([1, BLOCK_COLUMNS], tl.float32)
+        )
+        number = tl.reshape(mods.to_e2m1(number), [BLOCK])
+    even, odd = tl.split(tl.reshape(number, [BLOCK // 2, 2]))
+    offs = tl.arange(0, BLOCK // 2)
+    tl.store(target + offs, (even | (odd << 4)).to(tl.uint8), mask=offs < DIM // 2)

@@ -1,0 +1,46 @@
+"""Kernels over caches below eight bits compile for every target, fit, and do not spill where default ones must not."""
+
+import pytest
+import triton
+
+from quire.targets import TARGETS, compiling
+from tests.compile import launches
+from tests.extended import extended
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
+
+FORMATS = ("int4", "nvfp4", "k8v4")
+NO_SPILLS = "sm80", "sm90"
+BY_DEFAULT = {("int4", "sm90"), ("nvfp4", "sm80"), ("k8v4", "gfx942"), ("int4", "sm120")}
+CASES = [
+    (kv_format, target) if (kv_format, target) in BY_DEFAULT else extended(kv_format, target)
+    for kv_format in FORMATS
+    for target in TARGETS
+]
+
+
+@pytest.mark.parametrize(("kv_format", "target"), CASES)
+def test_decode_compiles_fits_and_does_not_spill(kv_format, target):
+    with compiling(TARGETS[target]) as compiled:
+        plan = launches.attend("decode, split", 128, kv_format)
+    assert plan.kernel == "split_kv"
+    for kernel in compiled:
+        assert kernel.shared <= TARGETS[target].shared_memory
+        assert target not in NO_SPILLS or not kernel.spills, kernel
+
+
+@pytest.mark.parametrize(("kv_format", "target"), CASES)
+def test_writes_and_copies_compile_and_do_not_spill(kv_format, target):
+    with compiling(TARGETS[target]) as compiled:
+        launches.write(96, kv_format)
+    assert [kernel.kernel for kernel in compiled] == ["write_kernel", "copy_kernel"]
+    assert not any(kernel.spills for kernel in compiled)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_hopper_kernels_leave_a_format_to_the_portable_one(kv_format, first_stages):
+    with compiling(TARGETS["sm90"]):
+        plan = launches.attend("prefill", 128, kv_format)
+    assert plan.kernel in ("block", "split_kv")
+    assert "portable_kernel" in [name for name, _, _ in first_stages]
