@@ -151,7 +151,9 @@ def test_masks_and_bounds_have_results_of_their_own():
 
     fails(visible, ValueError, "return two integers", quire.mask, bounds=lambda q_pos: q_pos)
     fails(visible, ValueError, "return two integers", quire.mask, bounds=lambda q_pos: (q_pos, 1.0))
-    fails(visible, ValueError, "take q_pos, seq, token and declared extras", quire.mask, bounds=lambda q_head: (q_head, 2))
+    fails(
+        visible, ValueError, "take q_pos, seq, token and declared extras", quire.mask, bounds=lambda q_head: (q_head, 2)
+    )
 
 
 @pytest.mark.parametrize(
