@@ -47,20 +47,23 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
     own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
     of_others = "latents" if is_latent else "keys and values that aren't latents"
     refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
-    found: dict[str, Launch] = {}
-    base = (mla if is_latent else portable).variants(request, options, within)
+    refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
+    if is_latent:
+        base = mla.variants(request, options, within)
+    else:
+        base = portable.variants(request, options, within, alone=refusal is not None or kernel == own)
     if isinstance(base, str):
-        refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
-        return found, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
-    if kernel in (None, own):
-        found |= base
-    if kernel in (None, fast):
+        return {}, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
+    found: dict[str, Launch] = dict(base) if kernel in (None, own) else {}
+    if refusal is not None:
+        refusals[fast] = refusal
+    elif kernel in (None, fast):
         first: Any = next(iter(base.values()))
         faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
-        if isinstance(faster, str):
-            refusals[fast] = faster
-        else:
-            found |= faster
+        found |= faster
+        if within:  # the fallback of a launch may be any variant without it
+            launch, others = next(iter(faster.values())), variants(request, options._replace(kernel=own), within)[0]
+            found |= {f"{fast}, {name}": replace(launch, fallback=others[name]) for name in others.keys() - base.keys()}
     return found, refusals
 
 
@@ -98,9 +101,8 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
         raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
     launch, *others = least(found)
     if launch.name in FAST:
-        base = [other for other in others if other.name not in FAST]
-        portable_one = options._replace(kernel=FAST[launch.name])
-        launch = replace(launch, fallback=base[0] if base else least(variants(request, portable_one)[0])[0])
+        of_fallback = options._replace(kernel=FAST[launch.name])
+        launch = replace(launch, fallback=least(variants(request, of_fallback)[0])[0])
     reason = f"the least predicted time of {len(found)} variants" if others else "the only variant"
     reason += f" by the numbers of {constants_of(request.device).name}"
     if others:

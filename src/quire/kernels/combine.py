@@ -42,7 +42,6 @@ def combine_kernel(
     stride_state, stride_token, stride_head, stride_lses_state, stride_lses_token, stride_lses_head,
     stride_out_token, stride_out_head, stride_lse,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
-    FEW: tl.constexpr,  # few states have keys: they are read when lses are known, else at the same time
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -60,10 +59,8 @@ def combine_kernel(
         other_lse = tl.load(lses + i * stride_lses_state, mask=i < num_states, other=float("-inf"))
         empty = tl.abs(other_lse) == float("inf")
         out_ptrs = outs + (i * stride_state)[:, None] + offs_dv[None, :]
-        read = i < num_states
-        if FEW:
-            read = read & (empty == 0)
-        other = tl.load(out_ptrs, mask=read[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
+        # States are read at the same time as their lses, also those that turn out to have no keys.
+        other = tl.load(out_ptrs, mask=(i < num_states)[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0)
         other = tl.where(empty[:, None], 0.0, other.to(tl.float32))
         # A normalised state is (acc, m_i, l_i) = (out, lse, 1); without keys its sum is 0.
         other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
@@ -135,7 +132,6 @@ def combine_arguments(
     at_once = states_at_once(len(outs))
     num_warps = max(1, at_once * padded(dim) // NUMBERS_OF_A_WARP)
     meta = {
-        "HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "AT_ONCE": at_once, "PDL": False, "FEW": False,
-        "num_warps": num_warps,
+        "HEAD_DIM_V": dim, "BLOCK_DV": padded(dim), "AT_ONCE": at_once, "PDL": False, "num_warps": num_warps,
     }  # fmt: skip
     return (len(outs), *strides), meta

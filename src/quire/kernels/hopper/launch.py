@@ -214,7 +214,7 @@ class HopperLaunch:
         keys = {key_of(self.name, *absent, self.is_long, *states, **constexprs_of(self))}
         keys.add(key_of("hopper_schedule", **self.schedule_constexprs()))
         if states:
-            keys.add(key_of("combine", states_at_once(self.num_splits), self.request.is_ragged, *states))
+            keys.add(key_of("combine", states_at_once(self.num_splits), *states))
         return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
 
     def alike(self) -> "tuple[HopperLaunch, ...]":

@@ -122,8 +122,7 @@ class HopperRunner:
         """Return the arguments of the kernel that combines the states of all splits."""
         states = split_out.permute(2, 0, 1, 3), split_lse.permute(2, 0, 1)
         fixed, meta = combine_arguments(*states, out.stride(), lse)
-        # Where lengths differ, many splits have no keys.
-        meta |= {"PDL": True, "FEW": self.decided.request.is_ragged, "launch_pdl": True}
+        meta |= {"PDL": True, "launch_pdl": True}
         tensors = split_out, split_lse, out, out_scale, lse
         return Arguments(tensors, (self.batch.cu_seqlens_q, self.batch.num_seqs, *fixed), meta)
 

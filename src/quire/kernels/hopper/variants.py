@@ -34,7 +34,8 @@ ROWS = 64  # of a warpgroup
 # Columns of values of a work tile, and of one of a batch-invariant plan, whose consumers hold two accumulators.
 MAX_PART_COLUMNS, MAX_INVARIANT_PART_COLUMNS = 256, 128
 OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange where queries keep their buffer
-MIN_CUT_KEYS = 1024  # keys that a query may see, from which on row blocks of batches whose lengths differ may be cut
+UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
+LEAST_ROWS = 16  # of the longest sequence, which a tile of the portable kernel has, and with which it is as fast
 MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
 SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
 # With many KV heads, programs attend to sections of about so many, one after the other. Those that run at once then
@@ -78,6 +79,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
     spec = request.spec
     if spec.latent:
         return "latents"
+    if options.kernel is None and request.rows_per_seq <= LEAST_ROWS:
+        return f"sequences of at most {LEAST_ROWS} rows unless it is asked for"
     if request.has_tree:
         return "draft trees"
     if request.chosen is not None:
@@ -108,8 +111,10 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
     whole = replace(launch, section_heads=section_of(launch))
     cut = replace(whole, cuts=True)
     found, splits = {"whole": whole}, most_splits(launch)
+    if request.keys_seen <= UNCUT_KEYS:
+        return found
     may_differ = request.is_ragged or request.bounds.max_seq_len > request.bounds.max_query_len
-    if cut.cut_slots and (within or (may_differ and request.keys_seen > MIN_CUT_KEYS)):
+    if cut.cut_slots and (within or may_differ):
         found["cut"] = cut
     if launch.config.num_warpgroups == 2 and (splits > 1 or within):
         found["split"] = replace(launch, num_splits=max(2, splits))
@@ -219,5 +224,5 @@ def with_keys(config: HopperConfig, block_n: int, request: Request, parts: int) 
 
 
 def key_steps(spec: AttentionSpec, device: DeviceProperties) -> set[int]:
-    """Return numbers of keys after which other kernels may be launched: those with further tensor maps."""
-    return set() if hopper_refusal(spec, device) else {MAX_KEYS_WITHOUT_TILE_MAPS}
+    """Return numbers of keys after which other kernels may be launched: with further tensor maps, or that cut keys."""
+    return set() if hopper_refusal(spec, device) else {MAX_KEYS_WITHOUT_TILE_MAPS, UNCUT_KEYS}

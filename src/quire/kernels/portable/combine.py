@@ -29,7 +29,7 @@ def combine_partials_kernel(
     v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
     cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
     scratch,  # views.Partials
-    block_m, partial_rows,  # rows of a row block, and those of them that are stored
+    block_m, partial_rows,  # rows of a row block, and the most of them that a sequence has
     stride_scale, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     STRIDE: tl.constexpr,  # rows from slot to slot, if states of splits are folded; 0 if partials are combined
@@ -61,7 +61,7 @@ def combine_partials_kernel(
             )  # fmt: skip
         else:
             acc, m_i, l_i = combine_slots(
-                scratch, cut.first, cut.number, kv_head, row, columns, partial_rows, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
+                scratch, cut.first, cut.number, kv_head, row, columns, block_m, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
             )
         v_scale = 1.0
         if v_scale_ptr is not None:
@@ -74,13 +74,13 @@ def combine_partials_kernel(
 
 @triton.jit
 def combine_slots(
-    scratch, first_slot, num_partials, kv_head, row, columns, partial_rows,
+    scratch, first_slot, num_partials, kv_head, row, columns, block_m,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the combined state of a row's partials, whose maximum and sum are scalars.
 
-    The partials are in `first_slot` and in every second slot from the next on. AHEAD of them are rescaled to one
-    maximum at a time.
+    The partials, of `block_m` rows each, are in `first_slot` and in every second slot from the next on. AHEAD of them
+    are rescaled to one maximum at a time.
     """
     acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0
     inside = (columns < HEAD_DIM_V)[None, :]
@@ -88,7 +88,7 @@ def combine_slots(
         i = done + tl.arange(0, AHEAD)
         present = i < num_partials
         slot = first_slot + tl.where(i == 0, 0, 2 * i - 1)
-        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * partial_rows + row
+        at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * block_m + row
         other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"), cache_modifier=".cg")
         other_l = tl.load(scratch.l_i + at, mask=present, other=0.0, cache_modifier=".cg")
         acc_ptrs = scratch.acc + (at * HEAD_DIM_V)[:, None] + columns[None, :]

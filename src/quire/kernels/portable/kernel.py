@@ -268,7 +268,7 @@ def portable_kernel(
     FIXED_SPLIT: tl.constexpr, BOUNDS: tl.constexpr,  # of Form
     MIN_QUERIES: tl.constexpr,  # of Units
     # Of partitions alone:
-    PARTIAL_ROWS: tl.constexpr = 0,  # rows of a partial that are stored
+    PARTIAL_ROWS: tl.constexpr = 0,  # rows from one partial to the next
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
     COMBINE_LAUNCH: tl.constexpr = False,  # another launch combines (`combine.py`)
     TWO_LEVEL: tl.constexpr = False,  # many partials are combined in two levels
@@ -376,7 +376,8 @@ def portable_kernel(
             elif COMBINE_LAUNCH:
                 left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
                 slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(index, start)
-                store_partial(scratch, acc, m_i, l_i, columns, slot * NUM_KV_HEADS + kv_head, left, BLOCK_M, P)
+                slot = slot * NUM_KV_HEADS + kv_head
+                store_partial(scratch, acc, m_i, l_i, columns, slot, rows.owned & left, BLOCK_M, P)
             else:
                 is_last, slots = store_and_arrive(
                     scratch, acc, m_i, l_i, columns, index, kv_head, start, block_unit, planned, part.size, BLOCK_M, P

@@ -91,6 +91,16 @@ class PortableLaunch:
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
 
     @property
+    def serves_any_rows(self) -> bool:
+        """Whether one kernel serves sequences of any number of rows: if a second launch combines partials."""
+        return self.has_combine_launch and not self.fixed_split_size
+
+    @property
+    def rows_between_partials(self) -> int:
+        """Rows from one partial to the next."""
+        return self.config.block_m if self.serves_any_rows else self.partial_rows
+
+    @property
     def intervals_at_once(self) -> int:
         """Intervals of a sequence that a program loads in one step when it finds its partition; 0 if there are none."""
         if not self.request.has_intervals:
@@ -261,6 +271,7 @@ class PortableLaunch:
         from quire.kernels import mods, user_mods  # here, since they import Triton, which the CPU must not need
 
         spec, config, device = self.request.spec, self.config, self.request.device
+        several = self.request.bounds.max_query_len > 1
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
         if device.supports_pdl:
             options["launch_pdl"] = True
@@ -271,7 +282,7 @@ class PortableLaunch:
             "BOUNDS": user_mods.bounds_of(spec),
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
-            "PER_ROW_MASK": self.request.bounds.max_query_len > 1, "MULTI_BLOCK": self.multi_block,
+            "PER_ROW_MASK": several, "MULTI_BLOCK": self.multi_block or (several and self.serves_any_rows),
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
             "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
             "MIN_QUERIES": self.min_queries,
@@ -281,7 +292,7 @@ class PortableLaunch:
         """Return the kernel's constexprs that are about partitions."""
         request, costs = self.request, self.costs
         return {
-            "PARTIAL_ROWS": self.partial_rows, "MAX_DECODE_QUERIES": self.max_decode_queries,
+            "PARTIAL_ROWS": self.rows_between_partials, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": request.has_intervals and request.bounds.max_query_len > self.intervals_at_once,
             "COMBINE_LAUNCH": self.has_combine_launch,
@@ -344,7 +355,7 @@ class PortableLaunch:
             return ScratchSize()
         num_slots = self.max_units if self.fixed_split_size else 2 * self.num_partitions
         counters = counter_bytes(self.request.device, self.num_partitions * self.lanes)
-        rows = 32 * cdiv(num_slots * self.lanes * self.partial_rows, 32)
+        rows = 32 * cdiv(num_slots * self.lanes * self.rows_between_partials, 32)
         return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
 
     def partials(self, workspace: torch.Tensor) -> Any:

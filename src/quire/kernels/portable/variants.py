@@ -17,23 +17,23 @@ from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, load
 from quire.spec import AttentionSpec
 
 # Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
-# somewhere on a Hopper GPU, by their first letters: of batches of one query each, and after the slash of others. Tiles
-# of more than 16 rows have the latter alone. By the bytes of a cached number and the columns of a head, padded; the
-# first that is not smaller.
+# somewhere on a Hopper GPU, by their first letters: of batches of one query each, after the slash of others, and after
+# a second one of those that the Hopper kernel doesn't serve, where they differ. Tiles of more than 16 rows have no uses
+# of the first kind. By the bytes of a cached number and the columns of a head, padded; the first that is not smaller.
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
-        64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wcj/wj, 16x128 w4 s3 p3 c/, 64x128 w4 s3u p2 /wj",
-        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wcj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /wj, "
+        64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wj/wj, 16x128 w4 s3 p3 c/, 64x128 w4 s3u p2 /wj",
+        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 wj/j, 16x128 w4 s3 p3 cj/, 32x128 w4 s3 p2 /, "
         "64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 /wj",
-        256: "16x64 w4 s3 p2 w/wj, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
+        256: "16x64 w4 s3 p2 w/w, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
         512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
     },
     2: {
-        64: "16x64 w4 s3 p3 wcj/, 16x128 w4 s3 p2 wcj/wj, 64x64 w4 s3u p2 /wj, 64x128 w4 s3u p2 /w",
-        128: "16x32 w4 s1 p2 /w, 16x32 w4 s3 p2 wj/, 16x64 w4 s3 p2 cj/j, 16x128 w4 s2 p2 w/, 64x64 w4 s3 p2 /j, "
-        "128x64 w8 s3u p1 /w",
-        256: "16x32 w4 s3 p2 cj/j, 16x64 w4 s3 p1 wcj/w, 64x32 w8 s3u p1 /j, 128x32 w8 s3u p1 /w",
-        512: "16x32 w8 s3 p1 wj/wj, 32x32 w8 s2u p1 /w",
+        64: "16x64 w4 s3 p3 wcj/wj, 16x128 w4 s3 p2 wj/, 64x64 w4 s3u p2 //wj, 64x128 w4 s3u p2 //w",
+        128: "16x32 w4 s1 p2 /w, 16x32 w4 s3 p2 w/, 16x64 w4 s3 p2 cj/j, 16x128 w4 s2 p2 w/, 64x64 w4 s3 p2 //j, "
+        "128x64 w8 s3u p1 //w",
+        256: "16x32 w4 s3 p2 cj/j, 16x64 w4 s3 p1 w/w, 64x32 w8 s3u p1 //j, 128x32 w8 s3u p1 //w",
+        512: "16x32 w8 s3 p1 wj/wj, 32x32 w8 s2u p1 //w",
     },
     4: {
         128: "16x32 w8 s2 p1 wcj/wj",
@@ -77,13 +77,16 @@ USES = "cut", "joined"
 MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
 
 
-def variants(request: Request, options: Options, within: bool = False) -> dict[str, PortableLaunch] | str:
+def variants(
+    request: Request, options: Options, within: bool = False, alone: bool = True
+) -> dict[str, PortableLaunch] | str:
     """Return the launches of the portable kernel by name; or, in words, what it does not serve.
 
     Args:
         request: the batch.
         options: what the caller of `plan` asks for.
         within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
+        alone: whether the Hopper kernel has no variants for the batch.
     """
     spec, device = request.spec, request.device
     if spec.latent:
@@ -94,7 +97,8 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         configs = {} if options.config is None else {name_of(options.config): options.config}
         configs = configs or configs_of(spec, device)
     takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
-    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device, request.bounds.max_query_len <= 1)
+    one_each = request.bounds.max_query_len <= 1
+    listed = {} if takes_all or not device.has_wgmma else uses_listed(spec, device, one_each, alone)
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     for name, config in configs.items():
@@ -181,8 +185,8 @@ def uses_of(
     found = {"whole": whole} if num_splits in (None, 1) or whole.fixed_split_size else {}
     blocks, keys = whole.num_row_blocks(request.bounds.num_tokens), request.bounds.max_seq_len
     tiles, units = cdiv(keys, whole.config.block_n), whole.max_units
-    least = 1 if num_splits else MIN_CUT_TILES
-    if not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS or tiles < least):
+    is_short = not (num_splits or whole.max_decode_queries) and keys <= uncut_keys(whole)
+    if is_short or (not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS)):
         return found or {"whole": whole}
     for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
         split = replace(whole, num_partitions=1, partials_at_once=int(use == "joined"))
@@ -190,7 +194,7 @@ def uses_of(
             split = replace(split, num_partitions=num_splits * blocks)
         elif whole.fixed_split_size:
             split = replace(split, num_partitions=max(1, min(split.capacity, units)))
-            if not within and (keys <= FIXED_SPLIT_SIZE or split.scratch_size().total > MOST_INVARIANT_SCRATCH):
+            if not within and split.scratch_size().total > MOST_INVARIANT_SCRATCH:
                 continue
         else:
             cost = costs.combine_launch_cost if use == "joined" else costs.combine_cost
@@ -200,6 +204,11 @@ def uses_of(
             split = replace(split, num_partitions=max(1, min(split.capacity, blocks * cdiv(tiles, shortest))))
         found[use] = replace(split, partials_at_once=at_once(split) if use == "joined" else 0)
     return found or {"whole": whole}
+
+
+def uncut_keys(launch: PortableLaunch) -> int:
+    """Return the most keys of the longest sequence for which a launch has no partitions."""
+    return max(launch.fixed_split_size, (MIN_CUT_TILES - 1) * launch.config.block_n)
 
 
 def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
@@ -250,12 +259,19 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, Kerne
 
 
 @lru_cache(maxsize=1024)
-def uses_listed(spec: AttentionSpec, device: DeviceProperties, one_each: bool) -> dict[str, str]:
-    """Return the first letters of the uses of each configuration, by its name; `one_each`: of one query a sequence."""
+def uses_listed(spec: AttentionSpec, device: DeviceProperties, one_each: bool, alone: bool) -> dict[str, str]:
+    """Return the first letters of the uses of each configuration, by its name.
+
+    Args:
+        spec: what is computed.
+        device: the device's properties.
+        one_each: whether sequences have one query each.
+        alone: whether the Hopper kernel has no variants for the batch.
+    """
     found: dict[str, str] = {}
     for words in entries_of(spec, device):
-        config, (first, others) = reduced(read_config(words, spec), spec, device), words.split()[-1].split("/")
-        found[name_of(config)] = first if one_each and config.block_m <= 16 else others
+        config, uses = reduced(read_config(words, spec), spec, device), words.split()[-1].split("/")
+        found[name_of(config)] = uses[0] if one_each and config.block_m <= 16 else uses[-1 if alone else 1]
     return found
 
 
@@ -371,6 +387,8 @@ def entry_of(table: dict[int, Any], number: int) -> Any:
 
 
 def key_steps(spec: AttentionSpec, device: DeviceProperties) -> set[int]:
-    """Return numbers of keys after which other kernels may be launched: those of two levels."""
-    tiles = COSTS.two_level_min_tiles, COSTS.two_level_min_tiles_small
-    return {count * config.block_n for count in tiles for config in configs_of(spec, device).values()}
+    """Return numbers of keys after which other kernels may be launched: partitions, and those of two levels."""
+    tiles = COSTS.two_level_min_tiles, COSTS.two_level_min_tiles_small, MIN_CUT_TILES - 1
+    configs = *configs_of(spec, device).values(), *invariant_configs(spec, device).values()
+    sizes = {config.block_n for config in configs}
+    return {count * size for count in tiles for size in sizes} | {FIXED_SPLIT_SIZE}
