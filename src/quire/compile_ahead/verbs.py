@@ -135,8 +135,8 @@ def warmup(
         max_seq_len: most keys of a sequence.
         min_query_len: fewest queries of a batch's longest sequence. A server that runs decodes and prompts in batches
             of their own needs fewer kernels for the prompts.
-        min_seq_len: least `max_seq_len` of a plan. A server that plans for at least 64 keys, however short its
-            sequences are, needs a quarter fewer kernels.
+        min_seq_len: least `max_seq_len` of a plan. A server that plans for more than 1,024 keys, however short its
+            sequences are, may need fewer kernels.
         batch_invariant: whether the plans are.
         intervals: whether batches may have `key_begin`, and with `trees`, both.
         trees: whether batches may have `tree_bits`.

@@ -63,7 +63,8 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
         found |= faster
         if within:  # the fallback of a launch may be any variant without it
             launch, others = next(iter(faster.values())), variants(request, options._replace(kernel=own), within)[0]
-            found |= {f"{fast}, {name}": replace(launch, fallback=others[name]) for name in others.keys() - base.keys()}
+            new = {name: other for name, other in others.items() if name not in base}
+            found |= {f"{fast}, {name}": replace(launch, fallback=other) for name, other in new.items()}
     return found, refusals
 
 

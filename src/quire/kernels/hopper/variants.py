@@ -35,7 +35,7 @@ ROWS = 64  # of a warpgroup
 MAX_PART_COLUMNS, MAX_INVARIANT_PART_COLUMNS = 256, 128
 OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange where queries keep their buffer
 UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
-LEAST_ROWS = 16  # of the longest sequence, which a tile of the portable kernel has, and with which it is as fast
+FEW_ROWS = 8  # of the longest sequence, up to which the portable kernel's tiles of 16 rows were always as fast
 MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
 SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
 # With many KV heads, programs attend to sections of about so many, one after the other. Those that run at once then
@@ -79,8 +79,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
     spec = request.spec
     if spec.latent:
         return "latents"
-    if options.kernel is None and request.rows_per_seq <= LEAST_ROWS:
-        return f"sequences of at most {LEAST_ROWS} rows unless it is asked for"
+    if options.kernel is None and request.rows_per_seq <= FEW_ROWS:
+        return f"sequences of at most {FEW_ROWS} rows unless it is asked for"
     if request.has_tree:
         return "draft trees"
     if request.chosen is not None:

@@ -22,7 +22,8 @@ import numpy as np
 
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
-from quire.kernels.choose import family_of, kind_of, like
+from quire.dispatch.request import Options
+from quire.kernels.choose import family_of, kind_of, like, variants
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
@@ -45,7 +46,8 @@ class Seen:
         bounded: what it may do, for who knows the bounds of the batch alone, and how much that counts.
         micros: what it took.
         guess: its numbers, if nothing were measured.
-        is_variant: whether it may be chosen; not with half the partitions, whose times tell what an item costs.
+        is_variant: whether it may be chosen; not what a fallback alone may be, nor with half the partitions, whose
+            times tell what an item costs.
         is_rough: whether it was found hopeless, and its time is rough.
         over_best: its time over that of the best variant of the case.
     """
@@ -135,6 +137,7 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
     case = case_of(line)
     lens, may_be = tuple((q, s, 1) for q, s in case.lens), scenarios(case.request(device))
     launches, times, found = candidates(case, device), line["times"], []
+    may_be_chosen, _ = variants(case.request(device), Options(batch_invariant=case.batch_invariant))
     for name, result in times.items():
         variant = name.removesuffix(HALF)
         micros = result.get("micros", result.get("rough"))
@@ -144,7 +147,7 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
         if isinstance(launch, PortableLaunch) and result.get("partitions"):
             launch = replace(launch, num_partitions=result["partitions"])
         bounded = tuple((share, work_of(launch, some)) for share, some in may_be)
-        is_variant, is_rough = not name.endswith(HALF), "rough" in result
+        is_variant, is_rough = name in may_be_chosen, "rough" in result
         found.append(Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough))
     now, kind = times.get("now", {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
     best = min((seen.micros for seen in found if seen.is_variant), default=0.0)
