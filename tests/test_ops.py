@@ -231,7 +231,7 @@ def test_opcheck_of_latents():
     results = torch.zeros(3, 4, 32), torch.zeros(3, 4), plan.workspace
     torch.library.opcheck(
         torch.ops.quire.attention.default,
-        (*q, clean, *[None] * 5, "NHD", *tables, None, None, None, *results, *asked_of(plan)),
+        (*q, clean, *[None] * 5, "NHD", *tables, None, None, [], None, *results, *asked_of(plan)),
     )
     torch.library.opcheck(torch.ops.quire.write_latent.default, (*new, clean, 32, None, slots))
 
@@ -260,7 +260,7 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.quire.attention.default,
         (p.q, None, clean.k, clean.v, *[None] * 4, "NHD", b.page_table, b.seq_lens, b.cu_seqlens_q,
-         *NO_LISTS, p.sinks, None, None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
+         *NO_LISTS, p.sinks, None, [], None, torch.zeros(3, 4, 24), torch.zeros(3, 4), plan.workspace, *asked_of(plan)),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.quire.write_kv.default, (k, v, clean.k, clean.v, *[None] * 4, "NHD", None, None, None, slots)
