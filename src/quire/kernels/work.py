@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from quire.dispatch.config import padded
+from quire.dispatch.config import ROWS_OF_PRODUCT, padded
 from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
@@ -15,6 +15,7 @@ from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
 EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios count
+MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).
 LEAST_KEYS, MAX_SPLITS = 512, 8
@@ -271,10 +272,13 @@ def guess(launch: Launch) -> Numbers:
         rows, keys = 64 * launch.config.num_warpgroups, launch.config.block_n
     elif isinstance(launch, PortableLaunch):
         rows, keys = launch.config.block_m, launch.config.block_n
+    masks_all = isinstance(launch, PortableLaunch) and rows > ROWS_OF_PRODUCT and not launch.config.full_tile_loop
     per_micro = 3e6 if device.has_wgmma else 1.5e6  # products of an SM
     if isinstance(launch, HopperLaunch | MLAHopperLaunch):
         per_micro = 5e6
     sm_tile = 2 * rows * keys * columns / per_micro * (4 if size == 4 else 1)
+    if masks_all:
+        sm_tile *= MASKED
     if spec.kv_dtype is not spec.dtype:  # numbers are converted
         sm_tile += keys * columns / 32_000
     megabyte = 1048576 / (900 * (device.memory_gbps or 36 * device.num_sms))
