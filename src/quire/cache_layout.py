@@ -164,11 +164,12 @@ def check_format_pages(k: torch.Tensor, v: torch.Tensor, layout: str, name: str)
     form = FORMATS[name]
     head_dim, head_dim_v = k.shape[3] * 8 // form.k.bits, v.shape[3] * 8 // form.v.bits
     check_widths(name, head_dim, head_dim_v)
-    if form.k.name == "e4m3" and any(x % 2 for x in (k.storage_offset(), *k.stride()[:3])):
-        raise ValueError(
-            f"k must have even strides from an even byte for kv_format {name}, got {k.stride()} from "
-            f"{k.storage_offset()}; keys are read in pairs of numbers"
-        )
+    for side, x in (("k", k), ("v", v)):
+        if any(number % 2 for number in (x.storage_offset(), *x.stride()[:3])):
+            raise ValueError(
+                f"{side} must have even strides from an even byte for kv_format {name}, got {x.stride()} from "
+                f"{x.storage_offset()}; two bytes are read at a time"
+            )
     return head_dim, head_dim_v
 
 

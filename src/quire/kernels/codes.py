@@ -1,11 +1,12 @@
-"""Formats below eight bits in kernels: a stored element is two numbers, and scales are not multiplied into each.
+"""Formats below eight bits in kernels: a stored element is several numbers, and scales are not multiplied into each.
 
-A tile's keys and values become panels of even and odd columns in float16, as those of fp8 in pairs do. What is left of
-a number goes into what there is one of for each row, key or panel:
+Keys and values are loaded as 16-bit elements, which are four numbers, or two in e4m3. So `ldmatrix` serves them. An
+element becomes a column of as many panels in float16, as one of two fp8 numbers does. What is left of a number goes
+into what there is one of for each row, key or panel:
 
 * A decoder may return a number times a power of two (`unit`): four bits in place are a subnormal float16, whose unit is
-  2^-24, or 2^-20 where they are the upper half of a byte. Tensor cores take subnormals. So an instruction that moves
-  bytes into halves of a register and one that masks decode a pair.
+  2^-24, or 2^-20 where they are the upper half of a byte. Tensor cores take subnormals. So eight numbers take a shift
+  and four masks.
 * The product of queries with numbers n, which stand for (n - z) * s, is s * (q . n - z * sum(q)).
 * A probability times the scale of its value is 2 to the sum of both exponents, and the running maximum is of that sum.
   So it is in the range of float16 whatever the scales are. The sum of probabilities times zero points is carried next
@@ -29,8 +30,16 @@ SMALLEST_BLOCK_SCALE = tl.constexpr(formats.SMALLEST_BLOCK_SCALE)
 
 
 @triton.constexpr_function
+def each_of(FORMAT, PACKED, OF_KEYS):
+    """Return how many numbers a stored element is, of keys or of values."""
+    if FORMAT is None or (FORMAT == "k8v4" and OF_KEYS):
+        return 2 if PACKED else 1
+    return 4
+
+
+@triton.constexpr_function
 def unit(FORMAT, IN_PTX, OF_KEYS, i):
-    """Return what a 1 that decoders return stands for, in panel i: even columns and odd ones take turns."""
+    """Return what a 1 that decoders return stands for, in panel i: halves of bytes take turns."""
     if not IN_PTX or (FORMAT == "k8v4" and OF_KEYS):
         return 1.0
     return 2.0**14 if FORMAT == "nvfp4" else 2.0 ** (24 - 4 * (i % 2))
@@ -69,17 +78,18 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr):
     """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N, 1]."""
     scaled = ()
-    for i in tl.static_range(len(numbers) // 2):
-        first = i * panel_width(DIM, 2, T.BLOCK_M, T.MOST, 0) // (BLOCK_COLUMNS // 2)
-        scales = load_block_scales(ptrs, first, keep, numbers[2 * i], DIM)
-        scaled = scaled + (times_scales(numbers[2 * i], scales), times_scales(numbers[2 * i + 1], scales))
+    for i in tl.static_range(len(numbers) // 4):
+        first = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // (BLOCK_COLUMNS // 4)
+        scales = load_block_scales(ptrs, first, keep, numbers[4 * i], DIM)
+        for j in tl.static_range(4):
+            scaled = scaled + (times_scales(numbers[4 * i + j], scales),)
     return scaled
 
 
 @triton.jit
 def load_block_scales(ptrs, first, keep, panel, DIM: tl.constexpr):
-    """Return the block scales of a panel's pairs of columns, [BLOCK_N, groups] from the `first` one on."""
-    group = first + tl.arange(0, panel.shape[1] // (BLOCK_COLUMNS // 2))
+    """Return the block scales of a panel's columns, which are 4 apart, [BLOCK_N, groups] from the `first` one on."""
+    group = first + tl.arange(0, panel.shape[1] // (BLOCK_COLUMNS // 4))
     bits = tl.load(ptrs + group[None, :], mask=keep[:, None] & (group < DIM // BLOCK_COLUMNS)[None, :], other=0)
     return mods.e4m3_in_software(bits, panel.dtype)
 

@@ -119,55 +119,64 @@ def e5m2x2(x):
 
 
 @triton.jit
-def int4x2(x):
-    even: tl.constexpr = """{
-        .reg .b32 a, b;
-        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
-        and.b32 $0, a, 0x000F000F; and.b32 $1, b, 0x000F000F; }"""
-    odd: tl.constexpr = """{
-        .reg .b32 a, b;
-        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
-        and.b32 $0, a, 0x00F000F0; and.b32 $1, b, 0x00F000F0; }"""
+def int4x4(x):
+    # Of two elements in a register. Four bits that stay in place are a subnormal float16.
+    a: tl.constexpr = "and.b32 $0, $1, 0x000F000F;"
+    b: tl.constexpr = "and.b32 $0, $1, 0x00F000F0;"
+    c: tl.constexpr = "{ .reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x000F000F; }"
+    d: tl.constexpr = "{ .reg .b32 t; shr.b32 t, $1, 8; and.b32 $0, t, 0x00F000F0; }"
     return (
-        tl.inline_asm_elementwise(even, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
-        tl.inline_asm_elementwise(odd, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+        tl.inline_asm_elementwise(a, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(b, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(c, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(d, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
     )
 
 
 @triton.jit
-def int4x2_in_software(x):
-    return (x & 15).to(tl.float16), (x >> 4).to(tl.float16)
+def int4x4_in_software(x):
+    bits = x.to(tl.uint16, bitcast=True)
+    return (
+        (bits & 15).to(tl.float16), ((bits >> 4) & 15).to(tl.float16),
+        ((bits >> 8) & 15).to(tl.float16), (bits >> 12).to(tl.float16),
+    )  # fmt: skip
 
 
 @triton.jit
-def e2m1x2(x):
-    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first. The upper
-    # half of a byte is at the top of a float16; its bits are 0 below, so that one mask serves both parts.
-    even: tl.constexpr = """{
-        .reg .b32 w, a, b, s, t;
-        shl.b32 w, $2, 4; and.b32 w, w, 0xF0F0F0F0;
-        prmt.b32 a, w, 0, 0x1404; prmt.b32 b, w, 0, 0x3424;
-        shr.b32 s, a, 3; shr.b32 t, b, 3;
-        lop3.b32 $0, a, s, 0x8E008E00, 0xA8; lop3.b32 $1, b, t, 0x8E008E00, 0xA8; }"""
-    odd: tl.constexpr = """{
-        .reg .b32 w, a, b, s, t;
-        and.b32 w, $2, 0xF0F0F0F0;
-        prmt.b32 a, w, 0, 0x1404; prmt.b32 b, w, 0, 0x3424;
-        shr.b32 s, a, 3; shr.b32 t, b, 3;
-        lop3.b32 $0, a, s, 0x8E008E00, 0xA8; lop3.b32 $1, b, t, 0x8E008E00, 0xA8; }"""
+def e2m1x4(x):
+    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first: four bits
+    # at the top of a float16, with 0 below, give both parts by one mask, of themselves and of what is 3 bits lower.
+    a: tl.constexpr = """{
+        .reg .b32 w, s;
+        shl.b32 w, $1, 12; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+    b: tl.constexpr = """{
+        .reg .b32 w, s;
+        shl.b32 w, $1, 8; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+    c: tl.constexpr = """{
+        .reg .b32 w, s;
+        shl.b32 w, $1, 4; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+    d: tl.constexpr = """{
+        .reg .b32 w, s;
+        and.b32 w, $1, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
     return (
-        tl.inline_asm_elementwise(even, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
-        tl.inline_asm_elementwise(odd, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4),
+        tl.inline_asm_elementwise(a, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(b, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(c, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
+        tl.inline_asm_elementwise(d, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
     )
 
 
 @triton.jit
-def e2m1x2_in_software(x):
-    bits = x.to(tl.uint16)
-    even = ((bits & 0x08) << 12) | ((bits & 0x07) << 9)
-    odd = ((bits & 0x80) << 8) | ((bits & 0x70) << 5)
-    even, odd = even.to(tl.uint16).to(tl.float16, bitcast=True), odd.to(tl.uint16).to(tl.float16, bitcast=True)
-    return (even.to(tl.float32) * 16384.0).to(tl.float16), (odd.to(tl.float32) * 16384.0).to(tl.float16)
+def e2m1x4_in_software(x):
+    bits = x.to(tl.uint16, bitcast=True)
+    return e2m1(bits), e2m1(bits >> 4), e2m1(bits >> 8), e2m1(bits >> 12)
+
+
+@triton.jit
+def e2m1(bits):
+    """Return the numbers in the lowest four bits, in float16."""
+    half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.uint16).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * 16384.0).to(tl.float16)
 
 
 @triton.jit
@@ -252,7 +261,7 @@ SOFTWARE_DECODERS = {torch.float8_e4m3fn: e4m3_in_software, torch.float8_e5m2: e
 FP8X2_DECODERS = {torch.float8_e4m3fn: (e4m3x2_in_software, e4m3x2), torch.float8_e5m2: (e5m2x2, e5m2x2)}
 SOFTWARE_ENCODERS = {torch.float8_e4m3fn: to_e4m3_in_software, torch.float8_e5m2: to_e5m2_in_software}
 ENCODERS = {torch.float8_e4m3fn: to_e4m3, torch.float8_e5m2: to_e5m2, torch.int8: to_int8}
-CODES_DECODERS = {"int4": (int4x2_in_software, int4x2), "e2m1": (e2m1x2_in_software, e2m1x2)}
+CODES_DECODERS = {"int4": (int4x4_in_software, int4x4), "e2m1": (e2m1x4_in_software, e2m1x4)}
 SMALLEST_PEAK = tl.constexpr(formats.SMALLEST_PEAK)
 
 
@@ -274,12 +283,15 @@ def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[torch.dtype, Any, Any]:
-    """Return the dtype as which keys are loaded, two numbers at a time, and the decoders of keys and of values."""
-    decode_v = CODES_DECODERS[form.v.name][device.has_ptx]
-    if form.k.name == "e4m3":
-        return torch.int16, fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2), decode_v
-    return torch.uint8, CODES_DECODERS[form.k.name][device.has_ptx], decode_v
+def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any]:
+    """Return the decoders of keys and of values, from 16-bit elements."""
+
+    def decoder_of(name: str) -> Any:
+        if name == "e4m3":
+            return fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2)
+        return CODES_DECODERS[name][device.has_ptx]
+
+    return decoder_of(form.k.name), decoder_of(form.v.name)
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

@@ -79,6 +79,13 @@ def columns_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: 
 
 
 @triton.jit
+def interleaved(a, b):
+    """Return the columns of two panels in turn."""
+    pairs = tl.join(a, b)
+    return tl.reshape(pairs, [a.shape[0], 2 * a.shape[1]])
+
+
+@triton.jit
 def join_pairs(panels, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr):
     """Return panels of numbers with their columns in order, and these columns."""
     joined, columns = (), ()
@@ -86,6 +93,9 @@ def join_pairs(panels, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr
         if EACH == 2:
             pairs = tl.join(panels[2 * i], panels[2 * i + 1])
             joined = joined + (tl.reshape(pairs, [ROWS, 2 * pairs.shape[1]]),)
+        elif EACH == 4:
+            even = interleaved(panels[4 * i], panels[4 * i + 2])
+            joined = joined + (interleaved(even, interleaved(panels[4 * i + 1], panels[4 * i + 3])),)
         else:
             joined = joined + (panels[i],)
         columns = columns + (i * EACH * panel_width(DIM, EACH, ROWS, MOST, 0) + tl.arange(0, joined[i].shape[1]),)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.codes import queries_for_codes, scores_of_codes, times_block_scales, weighted_step
+from quire.kernels.codes import each_of, queries_for_codes, scores_of_codes, times_block_scales, weighted_step
 from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
 from quire.kernels.states import encode, softmax_step
@@ -31,7 +31,7 @@ class Tiling(NamedTuple):
     WIDE_OFFSETS: Any  # an offset within a page, or of a scale, may reach 2^31
     SCORE_MOD: Any  # jit function, or None
     DECODE: Any  # jit function from stored elements to numbers
-    PACKED_FP8: Any  # a stored element is two numbers
+    PACKED_FP8: Any  # a stored element is two numbers, or four
     TOKEN_SCALES: Any  # scales per token and head
     INPUT_PRECISION: Any
     PER_ROW_MASK: Any  # rows belong to several query tokens, which see different keys
@@ -282,7 +282,7 @@ def load_queries(inputs, rows, T: tl.constexpr):
     """
     ptrs = inputs.q_ptr + rows.token * in_units(inputs.stride_q_token, T.STRIDE_UNIT)
     ptrs += rows.head.to(tl.int64) * in_units(inputs.stride_q_head, T.STRIDE_UNIT)
-    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1
+    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, True)
     columns, q = columns_of(T.HEAD_DIM, EACH, T.BLOCK_M, T.MOST), ()
     for i in tl.static_range(len(columns)):
         if T.ROTARY_DIM is None:
@@ -339,7 +339,8 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         slot = tl.arange(0, T.BLOCK_N) % T.PAGE_SIZE  # the same in every tile
     else:
         slot = kv_pos % T.PAGE_SIZE
-    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    EACH_K: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, True)  # numbers in a stored element
+    EACH_V: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
     page = page.to(tl.int64)  # page * stride passes 2^31
     if T.WIDE_OFFSETS:
         slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
@@ -352,9 +353,9 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
     k_rows, v_rows = k_head + offs_k[:, None], v_head + offs_v[:, None]
     ROWS: tl.constexpr = rows.owned.shape[0]
-    k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
+    k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH_K, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
     v = load_heads(
-        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
+        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None
@@ -501,8 +502,9 @@ def decode_panels(stored, dtype: tl.constexpr, DECODE: tl.constexpr, T: tl.const
     numbers = ()
     for i in tl.static_range(len(stored)):
         if T.PACKED_FP8:
-            even, odd = DECODE(stored[i])
-            numbers = numbers + (even.to(dtype), odd.to(dtype))
+            found = DECODE(stored[i])
+            for j in tl.static_range(len(found)):
+                numbers = numbers + (found[j].to(dtype),)
         else:
             numbers = numbers + (DECODE(stored[i], dtype),)
     return numbers

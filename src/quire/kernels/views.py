@@ -160,14 +160,11 @@ class Matrix(NamedTuple):
 
 
 def cache_tensors(cache: PagedKVCache, element: torch.dtype) -> CacheTensors | BlockedCacheTensors:
-    """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two fp8 numbers.
-
-    Of a format, that is said of keys; values are bytes.
-    """
-    if cache.kv_format is not None:
-        tensors = cache.k.view(element), cache.v, cache.k_scale, cache.v_scale
-        blocks = block_scales(cache)
-        return CacheTensors(*tensors) if blocks is None else BlockedCacheTensors(*tensors, *blocks[:2])
+    """Return a cache's tensors, viewed as `element`: the cache's dtype, uint8, or int16 for two or four numbers."""
+    blocks = block_scales(cache)
+    if blocks is not None:
+        tensors = cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale
+        return BlockedCacheTensors(*tensors, *blocks[:2])
     if element is cache.dtype:
         return CacheTensors(cache.k, cache.v, cache.k_scale, cache.v_scale)
     return CacheTensors(cache.k.view(element), cache.v.view(element), cache.k_scale, cache.v_scale)
@@ -199,8 +196,7 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
     """Return a cache's strides in elements of `element`; with `share_offsets`, without those of v that equal k's."""
     ks, vs = cache.strides
     if element.itemsize > cache.dtype.itemsize:
-        ks, halves = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
-        vs = halves if cache.kv_format is None else vs
+        ks, vs = (Strides(*(stride // 2 for stride in s)) for s in (ks, vs))
     v_strides = (None, None, None) if share_offsets and vs[:3] == ks[:3] else vs[:3]
     return KVLayout(
         batch.page_table,

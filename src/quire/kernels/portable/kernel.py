@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.codes import empty_sums, finish_codes
+from quire.kernels.codes import each_of, empty_sums, finish_codes
 from quire.kernels.panels import columns_of, join_pairs
 from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.primitives import (
@@ -128,7 +128,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         following: Sequence of the next row block, of a partition.
         acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
     """
-    EACH: tl.constexpr = 2 if T.PACKED_FP8 else 1  # numbers in a stored element
+    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)  # numbers in a stored element of values
     IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0  # of keys
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
@@ -277,7 +277,7 @@ def portable_kernel(
     FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
 ):  # fmt: skip
     PARTITIONED: tl.constexpr = is_found_now is not None
-    EACH: tl.constexpr = 2 if PACKED_FP8 else 1  # numbers in a stored element
+    EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,

@@ -235,8 +235,8 @@ class PortableRunner(KernelRunner):
         packed = self.decided.packs_fp8(cache)
         of_format: dict[str, Any] = {}
         if cache.kv_format is not None:
-            element, decode, decode_v = mods.decoders_of_format(cache.form, device)
-            packed = True
+            decode, decode_v = mods.decoders_of_format(cache.form, device)
+            element, packed = torch.int16, True
             of_format = {"FORMAT": cache.kv_format, "DECODE_V": decode_v, "IN_PTX": device.has_ptx}
         elif packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
