@@ -189,10 +189,9 @@ def check_block_scale(name: str, scale: Any, shape: tuple[int, ...], device: tor
     return scale
 
 
-def check_pages(
-    k: torch.Tensor, v: torch.Tensor, layout: str, served: tuple[torch.dtype, ...] = QUERY_DTYPES + QUANTISED_DTYPES
-) -> None:
-    """Raise unless k and v are pages of one pool in this layout."""
+def check_pages(k: torch.Tensor, v: torch.Tensor, layout: str, served: tuple[torch.dtype, ...] = ()) -> None:
+    """Raise unless k and v are pages of one pool in this layout, of the dtypes `served` or else any cache's."""
+    served = served or QUERY_DTYPES + QUANTISED_DTYPES
     if (k.dim(), v.dim()) != NUM_DIMS[layout]:
         raise ValueError(
             f"k and v must have {NUM_DIMS[layout][0]} and {NUM_DIMS[layout][1]} dimensions in layout {layout} "
