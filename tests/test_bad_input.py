@@ -97,6 +97,8 @@ def hostile(good: Any) -> Iterator[tuple[str, Any]]:
         yield "a transposed lse", quire.State(good.out, good.lse.t())
         for i, part in enumerate(good):
             yield from ((f"{name} at {i}", quire.State(*good[:i], x, *good[i + 1 :])) for name, x in odd(part))
+    elif good == ():
+        yield "a tensor of it", (torch.zeros(3),)
     elif isinstance(good, quire.Rope | quire.QKNorm) or (isinstance(good, tuple) and type(good[-1]) in (bool, float)):
         yield "one of them", good[0]
         yield "in a list", list(good)
@@ -210,7 +212,7 @@ def paged_problem(**features: bool) -> Problem:
     return dataclasses.replace(p, cache=quire.PagedKVCache(p.cache.k.nan_to_num(), p.cache.v.nan_to_num()))
 
 
-NOTHING_NEW = dict(k=None, v=None, slot_mapping=None, rope=None, qk_norm=None, extra_cache=None)
+NOTHING_NEW = dict(k=None, v=None, slot_mapping=None, rope=None, qk_norm=None, extra_cache=None, extras=())
 
 
 def make_attention(**features: bool) -> tuple[Callable, dict[str, Any]]:
@@ -273,7 +275,7 @@ def make_union_attention() -> tuple[Callable, dict[str, Any]]:
     both = quire.intervals.prefix_and_window(p.batch, 4, 2, 3)
     specs = p.spec, dataclasses.replace(p.spec, sinks=False)
     plans = [quire.plan(spec, batch, **p.bounds) for spec, batch in zip(specs, both, strict=True)]
-    return quire.union_attention, dict(q=p.q, cache=p.cache, plans=plans, **p.tables, return_lse=True)
+    return quire.union_attention, dict(q=p.q, cache=p.cache, plans=plans, **p.tables, extras=(), return_lse=True)
 
 
 def confirm_union_attention(a: dict[str, Any], result: Any) -> bool:
@@ -327,7 +329,7 @@ def make_varlen_attention() -> tuple[Callable, dict[str, Any]]:
     k, v = torch.randn(14, 2, 16), torch.randn(14, 2, 16)
     batch = quire.Batch.varlen(int32(0, 1, 4), int32(0, 9, 14))
     plan = quire.plan(SPEC, batch, max_query_len=3, max_seq_len=9, num_tokens=4)
-    arguments = dict(q=torch.randn(4, 4, 16), k=k, v=v, plan=plan, sinks=None, alibi_slopes=None)
+    arguments = dict(q=torch.randn(4, 4, 16), k=k, v=v, plan=plan, sinks=None, alibi_slopes=None, extras=())
     return quire.varlen_attention, arguments | {
         "out": torch.full((4, 4, 16), 7.0), "out_scale": None, "return_lse": False
     }  # fmt: skip
@@ -947,6 +949,8 @@ EXEMPT = {
     "Rope": "holds what it is given; attention and warmup check it",
     "QKNorm": "holds what it is given; attention and warmup check it",
     "no_compilation": "has no arguments",
+    "score": "reads a function; test_score_functions.py has what it refuses",
+    "mask": "reads a function; test_score_functions.py has what it refuses",
 }
 CASES = [(call, name) for call in CALLS for name in CALLS[call].make()[1]]
 
