@@ -40,12 +40,12 @@ def write_latent_kernel(
     target = latents + position // PAGE_SIZE * stride_page + position % PAGE_SIZE * stride_slot
     write_head(
         c_kv_ptr + token * stride_c_kv, target,
-        0, scale_ptr, 0, RANK, BLOCK_RANK, RANK, ENCODE, LARGEST, TOKEN_SCALES, None, None,
+        0, scale_ptr, 0, RANK, BLOCK_RANK, RANK, ENCODE, LARGEST, TOKEN_SCALES, None, None,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     if k_pe_ptr is not None:
         write_head(
             k_pe_ptr + token * stride_k_pe, target + RANK,
-            0, scale_ptr, 0, ROPE, BLOCK_ROPE, ROPE, ENCODE, LARGEST, TOKEN_SCALES, None, None,
+            0, scale_ptr, 0, ROPE, BLOCK_ROPE, ROPE, ENCODE, LARGEST, TOKEN_SCALES, None, None,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
 
