@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from quire.dispatch.request import cdiv
-from quire.kernels.portable.schedule import Costs, Units, partition_size, span
-from quire.kernels.portable.schedule import Sequence as Lengths
+from quire.kernels.schedule import Costs, Units, partition_size, span
+from quire.kernels.schedule import Sequence as Lengths
 from tests.proof.arrays import node, tag, weights
 from tests.proof.compositions import Composition, Piece, World
 
