@@ -188,7 +188,7 @@ def make_save() -> tuple[Callable, dict[str, Any]]:
     k, v = torch.randn(2, len(last), SPEC.num_kv_heads, SPEC.head_dim)
     new = dict(k=k, v=v, slot_mapping=pages * cache.page_size + last % cache.page_size)
     new |= dict(rope=quire.Rope(torch.rand(9, 4), torch.rand(9, 4), last), qk_norm=None)
-    return debug.save, dict(path="new", **call, **new, sinks=None, alibi_slopes=None, contents=True)
+    return debug.save, dict(path="new", **call, **new, sinks=None, alibi_slopes=None, extras=(), contents=True)
 
 
 def make_replay() -> tuple[Callable, dict[str, Any]]:

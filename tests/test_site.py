@@ -90,6 +90,7 @@ def test_the_reference_has_every_public_name():
 FIGURES = {
     "draw_tour.py": ["tour.md", "intervals.md"],
     "draw_states.py": ["shared_prefix.md", "distributed.md"],
+    "measure_formats.py": ["quantise.md"],
 }  # a script, and the pages that show them
 
 

@@ -143,7 +143,7 @@ IN_INTERPRETER = {
         "kernels/codes.py",
         "tl.minimum(tl.min(finite, 0), 0.0)",
         "tl.min(finite, 0)",
-        BITS + "written_numbers_are_the_nearest_and_all_else_is_kept[int4-NHD-dtype0]",
+        BITS + "written_numbers_are_the_nearest_and_all_else_is_kept[int4-NHD-dtype0-64]",
     ),
     "denominator not rescaled": Mutant(
         "kernels/states.py",
