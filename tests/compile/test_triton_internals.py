@@ -4,8 +4,10 @@ A new version of Triton that has changed one of them fails here, where the test'
 """
 
 import ast
+import importlib
 import inspect
 import os
+import pkgutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import quire
+import quire.kernels
 from quire import triton_internals as internals
 from quire.targets import TARGETS
 
@@ -376,6 +379,20 @@ def test_no_other_module_uses_what_triton_does_not_promise():
                 if not name.startswith(PUBLIC) or any(part.startswith("_") for part in name.split("."))
             ]
     assert not found, f"what Triton does not promise must be in triton_internals.py alone, got {found}"
+
+
+def test_constants_of_one_name_have_one_value():
+    """Triton hashes those that a kernel and its callees use by name, and those of one name in the order of addresses.
+
+    With two values, a kernel would have another key in another process, which would compile it again.
+    """
+    values = {}
+    for found in pkgutil.walk_packages(quire.kernels.__path__, "quire.kernels."):
+        for name, value in vars(importlib.import_module(found.name)).items():
+            if isinstance(value, tl.constexpr):
+                values.setdefault(name, {}).setdefault(repr(value.value), found.name)
+    assert len(values) > 50
+    assert {name: list(where) for name, where in values.items() if len(where) > 1} == {}
 
 
 def test_each_function_has_a_test():

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that are compared in one step
 NAN = gl.constexpr(0x7FC00000)
-FIELDS = gl.constexpr(9)  # fields of WorkTile
+WORK_FIELDS = gl.constexpr(9)  # fields of WorkTile
 WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
 
 
@@ -97,10 +97,10 @@ def visible_keys(work, window_left, window_right):
 def publish_work_tile(published, stage, work, more):
     """Write a work tile's fields to shared memory, and those of its Range or its Cut, or () of neither."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for i in gl.static_range(FIELDS):
+    for i in gl.static_range(WORK_FIELDS):
         published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
     for i in gl.static_range(len(more)):
-        published.index(stage * WORDS + FIELDS + i).store(gl.full([1], more[i], gl.int32, LAYOUT))
+        published.index(stage * WORDS + WORK_FIELDS + i).store(gl.full([1], more[i], gl.int32, LAYOUT))
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def read_work_tile(published, stage, FIRST_TOKEN: gl.constexpr = 0):
     """Return the work tile that `publish_work_tile` wrote, without the tokens before FIRST_TOKEN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
-    for i in gl.static_range(FIELDS):
+    for i in gl.static_range(WORK_FIELDS):
         fields = fields + (gl.max(published.index(stage * WORDS + i).load(LAYOUT), 0),)
     return WorkTile(fields[0], fields[1] + FIRST_TOKEN, *fields[2:])
 
@@ -119,7 +119,7 @@ def read_range(published, stage):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
     for i in gl.static_range(4):
-        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+        fields = fields + (gl.max(published.index(stage * WORDS + WORK_FIELDS + i).load(LAYOUT), 0),)
     return Range(*fields)
 
 
@@ -129,5 +129,5 @@ def read_cut(published, stage):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
     for i in gl.static_range(3):
-        fields = fields + (gl.max(published.index(stage * WORDS + FIELDS + i).load(LAYOUT), 0),)
+        fields = fields + (gl.max(published.index(stage * WORDS + WORK_FIELDS + i).load(LAYOUT), 0),)
     return Cut(*fields)
