@@ -12,7 +12,7 @@ import triton.language as tl
 from quire.kernels.codes import each_of, queries_for_codes, scores_of_codes, times_block_scales, weighted_step
 from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
-from quire.kernels.states import encode, softmax_step
+from quire.kernels.states import encode, kept_step, softmax_step
 
 
 class Tiling(NamedTuple):
@@ -319,7 +319,9 @@ def scale_to_float16(q):
 
 
 @triton.jit
-def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED: tl.constexpr):
+def attend_tile(
+    acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr = False
+):
     """Fold the tile of keys that begins at position `pos` into the state.
 
     Args:
@@ -330,6 +332,7 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         inputs: Inputs.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
+        KEPT: rows keep their maxima, as `kept_step` says.
     """
     q, rows, sight, slopes, keys, seq = block
     cache, kv, kv_head, scoring = inputs.cache, inputs.kv, inputs.kv_head, inputs.scoring
@@ -399,6 +402,8 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         scores = tl.where(visible, scores, float("-inf"))
     if T.FORMAT is not None and T.TOKEN_SCALES:
         acc, m_i, l_i = weighted_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.INPUT_PRECISION)
+    elif KEPT:
+        acc, m_i, l_i = kept_step(acc, m_i, l_i, scores, v, scoring.exponent_scale, T.INPUT_PRECISION)
     else:
         acc, m_i, l_i = softmax_step(
             acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION
