@@ -251,8 +251,11 @@ def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl
     """Return the page of each key of the tile that begins at position `pos`; 0 outside [kv_start, kv_stop).
 
     `row` is from `table_row`. Kernels call this for the next tile, so that the loads of K and V do not wait for it.
+    Of a full tile, kv_start and kv_stop are None.
     """
-    if PAGE_SIZE % BLOCK_N == 0:  # the tile is in one page
+    if kv_start is None:
+        return tl.load(row + (pos if PAGE_SIZE % BLOCK_N == 0 else pos + tl.arange(0, BLOCK_N)) // PAGE_SIZE)
+    elif PAGE_SIZE % BLOCK_N == 0:  # the tile is in one page
         return tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)
     else:
         kv_pos = pos + tl.arange(0, BLOCK_N)

@@ -175,8 +175,12 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.FULL_TILE_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
         full_stop = tl.maximum(tl.minimum(full_to // T.BLOCK_N, stop), full_start)
-        if F.KEEPS:  # rows have their maxima from other tiles, or else from the first one
-            full_start = tl.minimum(full_start + (full_stop - full_start == stop - start), full_stop)
+        if (
+            F.KEEPS
+        ):  # each row has a maximum from the tiles at the one end or the other, or else from the first full one
+            has_after = (full_stop < stop) & (full_to > full_stop * T.BLOCK_N)
+            has_before = (full_start > start) & (full_from < full_start * T.BLOCK_N)
+            full_start = tl.where(has_after | has_before, full_start, tl.minimum(full_start + 1, full_stop))
         if IN_ORDER or F.PARTITIONED:
             pays = (full_start == start) | (not IN_ORDER)
             if F.PARTITIONED:  # most tiles of a long partition are full
@@ -261,7 +265,10 @@ def attend_tiles(
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            next_page = pages_of_tile(keys, next_tile, T)
+            if masked or IN_ORDER:
+                next_page = pages_of_tile(keys, next_tile, T)
+            else:  # of another full tile, or of this one
+                next_page = pages_of_tile(Keys(keys.table, None, None), tl.minimum(next_tile, end - 1), T)
             acc, m_i, l_i = attend_tile(
                 acc, m_i, l_i, page, tile * T.BLOCK_N, block, inputs, T, masked, F.KEEPS and not masked
             )
