@@ -2,7 +2,7 @@
 
 Grid: [row blocks, partitions] (`schedule.py`). A program owns the rows of a row block, (token, query head) pairs of one
 sequence, and the KV tiles of its partition. Warps are specialised. A producer warp loads quarters of a tile by TMA,
-each when its stage is free. Consumer warpgroups attend.
+each when its stage is free. Of small pages, four warps gather them (`gather.py`). Consumer warpgroups attend.
 
 * A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
 * A row block of at most 32 rows has one consumer (`few_rows.py`) and `latents.py`.
@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
+from quire.kernels.mla_hopper.gather import WARPS, Rows, gather_latents, gather_many
 from quire.kernels.mla_hopper.latents import produce_latents
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum_values
@@ -48,6 +49,8 @@ def mla_hopper_kernel(
     FP8_MMA: with ROWS rows and fp8 latents, products are in fp8.
     """
     FROM_FP8: gl.constexpr = rope_desc is not None
+    GATHERED: gl.constexpr = BOX == 0
+    NUMBER: gl.constexpr = kv_ptr.dtype.element_ty
     row_block, index = gl.program_id(0), gl.program_id(1)
     if COLUMNS < ROWS:  # a sequence has one
         row_block = index * 0
@@ -55,13 +58,13 @@ def mla_hopper_kernel(
         gdc_wait()
     part = load_latent_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:
-        s = allocate_products(kv_desc.dtype)
+        s = allocate_products(NUMBER)
     elif COLUMNS == ROWS:
-        s = allocate(gl.float16 if FROM_FP8 else kv_desc.dtype, FROM_FP8)
+        s = allocate(gl.float16 if FROM_FP8 else NUMBER, FROM_FP8, GATHERED)
     elif FROM_FP8:
-        s = allocate_fp8(kv_desc.dtype, COLUMNS)
+        s = allocate_fp8(NUMBER, COLUMNS)
     else:
-        s = allocate_few(kv_desc.dtype, COLUMNS)
+        s = allocate_few(NUMBER, COLUMNS, GATHERED)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
@@ -77,7 +80,23 @@ def mla_hopper_kernel(
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)
     # The lists after the functions: warps and registers of all but the first.
-    if COLUMNS < ROWS:
+    if GATHERED:
+        slot = stride_row // (128 // NUMBER.primitive_bitwidth)
+        rows = Rows(kv_ptr, None, None, page_table, stride_table, page_rows * slot, slot)
+        if COLUMNS < ROWS:
+            gl.warp_specialize(
+                [(consume_few, (s, program)), (gather_latents, (s.latents, rows, program))], [WARPS], [96]
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (consume_many, (EVEN, s, program)),
+                    (consume_many, (ODD, s, program)),
+                    (gather_many, (s, rows, program)),
+                ],
+                [4, WARPS], [232, 48],
+            )  # fmt: skip
+    elif COLUMNS < ROWS:
         if FROM_FP8:
             gl.warp_specialize(
                 [
