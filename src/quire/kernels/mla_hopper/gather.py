@@ -124,15 +124,21 @@ def copy_scales(buffer, source, offsets, seen):
 @gluon.jit
 def copy_quarter(rows, stage, rope, offsets, seen, QUARTER_I: gl.constexpr, WITH_ROPE: gl.constexpr):
     """Begin to copy a quarter of a tile to its stage, and the rope columns if they come with it."""
-    if rows.rope is None:
-        copy_columns(stage, rows.latents, offsets, seen, QUARTER_I * QUARTER)
-        if WITH_ROPE:
-            copy_columns(rope, rows.latents, offsets, seen, 2 * HALF)
-    else:
-        raw = raw_tile(stage, rows.latents.dtype.element_ty).slice(0, TILE)
-        copy_columns(raw, rows.latents, offsets, seen, QUARTER_I * QUARTER)
-        if WITH_ROPE:
+    copy_columns(as_copied(stage, rows.latents), rows.latents, offsets, seen, QUARTER_I * QUARTER)
+    if WITH_ROPE:
+        if rows.rope is None:
+            copy_columns(as_copied(rope, rows.latents), rows.latents, offsets, seen, 2 * HALF)
+        else:
             copy_columns(rope, rows.rope, offsets, seen, 0)
+
+
+@gluon.jit
+def as_copied(stage, source):
+    """Return a stage as what numbers of `source` are copied to: its first half, if they are converted later."""
+    if stage.dtype == source.dtype.element_ty:
+        return stage
+    else:
+        return raw_tile(stage, source.dtype.element_ty).slice(0, TILE)
 
 
 # Of more than 32 rows: two tiles, whose quarters have stages of their own (`memory.Shared`).
@@ -179,7 +185,7 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     return following, entries
 
 
-# Of at most 32 rows: one pipeline of quarters (`latents.Latents`).
+# Of at most 32 rows, and for products in fp8: one pipeline of quarters (`latents.Latents`).
 
 
 @gluon.jit
@@ -187,10 +193,10 @@ def gather_latents(latents, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     quarters = latents.quarters
-    item, known, first = first_sequence(program, 0)
+    item, known, first = first_sequence(program, program.row_block)
     n = 0
     while item <= program.part.last_seq:
-        work = work_of(program, item, known, first, 0)
+        work = work_of(program, item, known, first, program.row_block)
         place = place_of(rows, program, item, known, work)
         keys = find_keys(rows, place, load_entries(program, place, first), PAGE_SIZE)
         entries = load_entries(program, place, first + 1)
@@ -200,7 +206,7 @@ def gather_latents(latents, rows, program):
             entries = load_entries(program, place, tile + 2)
             for i in gl.static_range(4):
                 stage = quarters.acquire(n + i)
-                full = quarters.full.index(stage)
+                full = quarters.full.index((n + i) % quarters.FULLS)
                 if len(latents.raw_full) > 0:
                     full = latents.raw_full[0].index(stage)
                 if i == 0 and len(latents.scales) > 0:
@@ -211,7 +217,7 @@ def gather_latents(latents, rows, program):
                 hand_over_flags(latents.seen[0], latents.place_of(n), keys)  # last, as its threads wait for each other
             keys = following
             n += 4
-        item, known, first = next_sequence(program, item, 0)
+        item, known, first = next_sequence(program, item, program.row_block)
 
 
 # Records.

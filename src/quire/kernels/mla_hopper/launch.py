@@ -178,7 +178,7 @@ class MLAHopperLaunch:
         blocks = "1 row block" if self.row_blocks == 1 else f"{self.row_blocks} row blocks"
         return (
             f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{self.num_partitions} partitions × "
-            f"{blocks}; fallback for records, e4m3 in small pages, and latents that TMA cannot address: "
+            f"{blocks}; fallback for records, and latents that TMA cannot address: "
             f"{self.fallback}"
         )
 
@@ -191,7 +191,7 @@ def can_multiply_in_fp8(request: Request) -> bool:
 
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
-    if cache.layout != "NHD" or cache.scale_kind == "record" or (is_gathered(cache) and cache.dtype.itemsize == 1):
+    if cache.layout != "NHD" or cache.scale_kind == "record":
         return None
     return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
 
