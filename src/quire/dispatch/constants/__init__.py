@@ -26,6 +26,7 @@ VARIABLE = "QUIRE_CONSTANTS"  # names the folder of the user's files
 USER_FILES = f"${VARIABLE}, $XDG_CONFIG_HOME/quire/constants or ~/.config/quire/constants"  # the first that there is
 PACKAGE = "quire.dispatch.constants"
 SPEEDS = "memory_gbps", "clock_mhz"  # which may differ by a tenth, as between cards of one kind
+SLOWER_WITHOUT_WGMMA = 2.0  # how many times as long an SM multiplies a tile
 CHOICES: list[Any] = []  # functions that cache what is chosen by these numbers, for `forget`
 
 
@@ -65,24 +66,26 @@ def unlike(fitted: DeviceProperties, device: DeviceProperties) -> tuple[bool, in
     of_fitted, of_device = asdict(fitted), asdict(device)
     features = [name for name, value in of_device.items() if isinstance(value, bool)]
     count = sum(of_fitted[name] != of_device[name] for name in features)
-    return fitted.has_wgmma != device.has_wgmma, count
+    return fitted.has_mma_sync != device.has_mma_sync, count
 
 
 def scaled(numbers: Numbers, fitted: DeviceProperties, device: DeviceProperties) -> Numbers:
     """Return numbers for another device than that on which they were fitted.
 
     Bytes take as much longer as memory is slower; where its speed is unknown, each SM is taken to have as much of it.
-    An SM takes as many cycles. Launches take as long.
+    An SM takes as many cycles, but SLOWER_WITHOUT_WGMMA times as many for products if it lacks what the other has.
+    Launches take as long.
     """
     if device.memory_gbps and fitted.memory_gbps:
         slower = fitted.memory_gbps / device.memory_gbps
     else:
         slower = fitted.num_sms / device.num_sms
+    products = SLOWER_WITHOUT_WGMMA if fitted.has_wgmma and not device.has_wgmma else 1.0
     cycle = fitted.clock_mhz / device.clock_mhz if fitted.clock_mhz and device.clock_mhz else 1.0
     return numbers._replace(
         item=numbers.item * cycle,
         tile=numbers.tile * cycle,
-        sm_tile=numbers.sm_tile * cycle,
+        sm_tile=numbers.sm_tile * cycle * products,
         megabyte=numbers.megabyte * slower,
         partial=numbers.partial * cycle,
         partial_megabyte=numbers.partial_megabyte * slower,
