@@ -85,6 +85,14 @@ def test_numbers_of_another_device_are_scaled_by_its_memory_and_clock():
             assert getattr(found.kinds["128 2/2"][name], field) == pytest.approx(factor * value, rel=0.01)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_device_has_the_numbers_of_one_that_multiplies_like_it(target):
+    properties = TARGETS[target].properties
+    name = constants.constants_of(properties).name
+    assert name.removesuffix(", scaled") == ("nvidia_h200_sm80" if properties.has_mma_sync else "nvidia_h200")
+    assert name.endswith(", scaled") == (target != "sm90")
+
+
 def test_a_decision_is_kept_until_numbers_are_forgotten(user_files):
     first = planned()
     assert planned().launch is first.launch

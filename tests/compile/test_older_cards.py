@@ -36,10 +36,10 @@ def test_plans_see_the_features_and_shared_memory_of_the_card_and_the_sms_and_sp
     assert seen.native_fp8 == (card == "sm89")
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_numbers_that_were_fitted_to_the_gpu_are_scaled(card):
+def test_cards_have_the_numbers_of_sm80_s_code():
+    names = [constants_of(HOST.running(card).properties).name for card in CARDS]
+    assert names == ["nvidia_h200_sm80"] + ["nvidia_h200_sm80, scaled"] * 2
     assert constants_of(HOST.properties).name == "nvidia_h200"
-    assert constants_of(HOST.running(card).properties).name == "nvidia_h200, scaled"
 
 
 def test_a_decision_for_the_gpu_is_none_for_the_card():

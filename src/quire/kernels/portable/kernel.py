@@ -175,9 +175,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.FULL_TILE_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
         full_stop = tl.maximum(tl.minimum(full_to // T.BLOCK_N, stop), full_start)
-        if (
-            F.KEEPS
-        ):  # each row has a maximum from the tiles at the one end or the other, or else from the first full one
+        if F.KEEPS:  # each row has a maximum from tiles at the one end or the other, or else from the first full one
             has_after = (full_stop < stop) & (full_to > full_stop * T.BLOCK_N)
             has_before = (full_start > start) & (full_from < full_start * T.BLOCK_N)
             full_start = tl.where(has_after | has_before, full_start, tl.minimum(full_start + 1, full_stop))
@@ -205,18 +203,27 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.PARTITIONED:
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
         poison = share.poison
+    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
+    if T.FORMAT is not None:
+        acc = empty_sums(acc, l_i, T)
+    l_i += poison
+    tiles = start, stop, full_start, full_stop
     if not F.KEEPS:
-        acc, m_i, l_i = attend_tiles(page, start, stop, full_start, full_stop, poison, block, inputs, share, T, F, P)
+        FIRST: tl.constexpr = 0 if F.FULL_TILE_LOOP else 1
+        acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, FIRST, 2, T, F, P)
     else:
-        acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
         again = start <= stop
-        while again:  # if it was in vain, then without a full tile
-            acc, m_i, l_i = attend_tiles(
-                page, start, stop, full_start, full_stop, poison, block, inputs, share, T, F, P
-            )
-            again = (full_start < full_stop) & is_too_large(l_i)
-            full_start, full_stop = start, start
+        while again:
+            tiles = start, stop, full_start, full_stop
+            acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
+            l_i += poison
+            acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, 1, 2, T, F, P)
+            again = full_start < full_stop
             if again:
+                page = pages_of_tile(keys, full_start, T)
+                acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, 0, 1, T, F, P)
+                again = is_too_large(l_i)
+                full_start, full_stop = start, start  # once more, if need be, without a full tile
                 page = pages_of_tile(keys, start, T)
     if T.FORMAT is not None and F.FIXED_SPLIT == 0:
         acc = finish_codes(acc, T)
@@ -227,30 +234,27 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
 
 @triton.jit
 def attend_tiles(
-    page, start, stop, full_start, full_stop, poison, block, inputs, share,
-    T: tl.constexpr, F: tl.constexpr, P: tl.constexpr,
+    acc, m_i, l_i, page, tiles, poison, block, inputs, share, FIRST: tl.constexpr, LAST: tl.constexpr, T: tl.constexpr,
+    F: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of a row block over tiles from `start` to `stop`; those from `full_start` on have no masks.
+    """Fold tiles into a state: full ones if FIRST is 0, and those with masks if LAST is 2.
 
     Args:
-        page: page of each key of the first tile that is attended to.
-        start, stop, full_start, full_stop: numbers of tiles.
+        acc, m_i, l_i: the state.
+        page: page of each key of the first tile.
+        tiles: the first tile of the row block, the one after its last, and the same of full ones.
         poison: what sums begin with.
-        block, inputs, share, T, F, P: as `attend` has them.
+        block, inputs, share, FIRST, LAST, T, F, P: as `attend` has them.
     """
+    start, stop, full_start, full_stop = tiles
     keys = block.keys
     EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
     IN_ORDER: tl.constexpr = (F.PARTITIONED and not F.KEEPS) or F.FIXED_SPLIT > 0
-    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
-    if T.FORMAT is not None:
-        acc = empty_sums(acc, l_i, T)
-    l_i += poison
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
         whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST)
         whole_l += poison
-    STEP: tl.constexpr = -1 if F.KEEPS else 1
-    for masked in tl.static_range(1 if F.KEEPS or not F.FULL_TILE_LOOP else 0, -1 if F.KEEPS else 2, STEP):
+    for masked in tl.static_range(FIRST, LAST):
         num_before = full_start - start
         tile, begin, end = full_start, full_start, full_stop
         if masked and IN_ORDER:
@@ -258,7 +262,7 @@ def attend_tiles(
         elif masked:  # tiles at the one end, then those at the other
             begin, end = 1, 1 + num_before + stop - full_stop
             tile = tl.where(num_before > 0, start, full_stop)
-        if F.FULL_TILE_LOOP and not IN_ORDER and masked != F.KEEPS:  # the second loop
+        if masked and FIRST == 0 and not IN_ORDER:  # the second loop
             page = pages_of_tile(keys, tile, T)
         for i in tl.range(begin, end):
             if masked and not IN_ORDER:
@@ -347,11 +351,14 @@ def portable_kernel(
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.
     COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
-    # Probabilities in float16 may not be above 2^16. Of scores with biases, the first ones may be far below others.
+    # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
+    # sequences have one row block, memory is the limit, and two loops load less ahead than one.
     IS_BARE: tl.constexpr = (
         SCORE_MOD is None and FUNCTION is None and FORMAT is None and not (PACKED_FP8 or TOKEN_SCALES)
     )
-    KEEPS: tl.constexpr = FULL_TILE_LOOP and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
+    KEEPS: tl.constexpr = (
+        FULL_TILE_LOOP and MULTI_BLOCK and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
+    )
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
         groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS,
