@@ -427,8 +427,8 @@ IN_INTERPRETER = {
     ),
     "proof: full tiles before others": Mutant(
         "kernels/portable/kernel.py",
-        "IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0",
-        "IN_ORDER: tl.constexpr = F.PARTITIONED",
+        "IN_ORDER: tl.constexpr = (PARTITIONED and not KEEPS) or FIXED_SPLIT > 0",
+        "IN_ORDER: tl.constexpr = PARTITIONED",
         ALIKE.format("window"),
     ),
     "proof: splits counted from the first tile": Mutant(

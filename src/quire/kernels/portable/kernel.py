@@ -82,6 +82,7 @@ class Form(NamedTuple):
     SUMS: Any  # of each row, as `empty_state` has them
     BOUNDS: Any  # jit function of a mask's bounds, or None
     KEEPS: Any  # rows keep their maxima in full tiles, as `kept_step` says
+    IN_ORDER: Any  # tiles come in the order of keys
 
 
 class Share(NamedTuple):
@@ -140,7 +141,6 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
     """
     EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)  # numbers in a stored element of values
-    IN_ORDER: tl.constexpr = (F.PARTITIONED and not F.KEEPS) or F.FIXED_SPLIT > 0  # of keys
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
     rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
@@ -179,8 +179,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
             has_after = (full_stop < stop) & (full_to > full_stop * T.BLOCK_N)
             has_before = (full_start > start) & (full_from < full_start * T.BLOCK_N)
             full_start = tl.where(has_after | has_before, full_start, tl.minimum(full_start + 1, full_stop))
-        if IN_ORDER or F.PARTITIONED:
-            pays = (full_start == start) | (not IN_ORDER)
+        if F.IN_ORDER or F.PARTITIONED:
+            pays = (full_start == start) | (not F.IN_ORDER)
             if F.PARTITIONED:  # most tiles of a long partition are full
                 pays = pays & (stop - start > F.FULL_TILE_LOOP_MIN_TILES)
             full_start = tl.where(pays, full_start, start)
@@ -249,7 +249,6 @@ def attend_tiles(
     start, stop, full_start, full_stop = tiles
     keys = block.keys
     EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
-    IN_ORDER: tl.constexpr = (F.PARTITIONED and not F.KEEPS) or F.FIXED_SPLIT > 0
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
         whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST)
@@ -257,19 +256,19 @@ def attend_tiles(
     for masked in tl.static_range(FIRST, LAST):
         num_before = full_start - start
         tile, begin, end = full_start, full_start, full_stop
-        if masked and IN_ORDER:
+        if masked and F.IN_ORDER:
             begin, end = full_stop, stop
         elif masked:  # tiles at the one end, then those at the other
             begin, end = 1, 1 + num_before + stop - full_stop
             tile = tl.where(num_before > 0, start, full_stop)
-        if masked and FIRST == 0 and not IN_ORDER:  # the second loop
+        if masked and FIRST == 0 and not F.IN_ORDER:  # the second loop
             page = pages_of_tile(keys, tile, T)
         for i in tl.range(begin, end):
-            if masked and not IN_ORDER:
+            if masked and not F.IN_ORDER:
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            if masked or IN_ORDER:
+            if masked or F.IN_ORDER:
                 next_page = pages_of_tile(keys, next_tile, T)
             else:  # of another full tile, or of this one
                 next_page = pages_of_tile(Keys(keys.table, None, None), tl.minimum(next_tile, end - 1), T)
@@ -359,9 +358,10 @@ def portable_kernel(
     )
     IS_TALL: tl.constexpr = FULL_TILE_LOOP and MULTI_BLOCK and (OWN_ROWS or WGMMA)
     KEEPS: tl.constexpr = IS_TALL and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
+    IN_ORDER: tl.constexpr = (PARTITIONED and not KEEPS) or FIXED_SPLIT > 0
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
-        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS,
+        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS, IN_ORDER,
     )  # fmt: skip
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
