@@ -180,6 +180,12 @@ def test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not
             (64, 64, 16384),
             [(46, 1, 12422, 46)],
         ),
+        # Decode is decided for 128 keys where there are 65 to 95.
+        (
+            dict(num_q_heads=56, num_kv_heads=8, head_dim=248, dtype=torch.float16, sliding_window=900),
+            (1, 6, 95),
+            [(1, 1, 80, 1)],
+        ),
         # Intervals of keys.
         (
             dict(num_q_heads=20, num_kv_heads=4, head_dim=64, kv_dtype=torch.float8_e4m3fn),

@@ -102,7 +102,8 @@ def kinds(
     max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len = limits
     end = 0 if least else -1
     queries = [place[end] for place in places(query_steps(spec, device), min_query_len, max_num_tokens)]
-    keys = [place[end] for place in places(key_steps(spec, device), min_seq_len, max_seq_len)]
+    most_keys = Bounds(1, max_seq_len, 1).for_decision().max_seq_len  # which decode is decided for
+    keys = [place[end] for place in places(key_steps(spec, device), min_seq_len, most_keys)]
     of_seqs = POWERS if spec.latent else (1, MOST_SEQS_TO_APPEND)
     seqs = [place[end] for place in places(of_seqs, 1, max_num_seqs)]
     for num_seqs, num_queries, num_keys, of_token in product(seqs, queries, keys, per_token):
