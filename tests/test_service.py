@@ -213,6 +213,15 @@ def test_warmup_and_workspace_size_cover_batches_between_powers_of_two(spec, lim
         assert launch.scratch_size().total <= enough
 
 
+def test_of_queries_the_most_need_not_have_the_most_scratch():
+    """Eight queries of eight heads fill a row block, and have no decode launch; five to seven may have one."""
+    spec, device = quire.AttentionSpec(num_q_heads=64, num_kv_heads=8, head_dim=56), TARGETS["sm120"].properties
+    enough = scratch_within(spec, device, 6, 8, 184, False)
+    for queries in range(1, 9):
+        found, _ = variants(Request(spec, 6, True, Bounds(queries, 2, 8), device), Options())
+        assert all(launch.scratch_size().total <= enough for launch in found.values()), queries
+
+
 def test_scratch_does_not_grow_with_sequences_and_lengths(device):
     def size(seqs, length):
         return quire.workspace_size(SPEC, max_num_seqs=seqs, max_num_tokens=1024, max_seq_len=length, device=device)
