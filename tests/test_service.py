@@ -222,6 +222,17 @@ def test_of_queries_the_most_need_not_have_the_most_scratch():
         assert all(launch.scratch_size().total <= enough for launch in found.values()), queries
 
 
+def test_a_fallback_with_more_row_blocks_has_no_more_scratch_than_any_launch():
+    """Batch-invariant, on fp8 numbers that come in pairs or, in tiles of fewer rows, do not."""
+    fields = {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "sliding_window": 51, "softcap": 50.0}
+    spec = quire.AttentionSpec(num_q_heads=128, num_kv_heads=16, head_dim=184, **fields)
+    device, options = TARGETS["sm90"].properties, Options(batch_invariant=True)
+    enough = scratch_within(spec, device, 9, 30, 124440, True)
+    found, _ = variants(Request(spec, 7, True, Bounds(4, 98414, 28), device), options)
+    assert len(found) > 2
+    assert all(launch.scratch_size().total <= enough for launch in found.values())
+
+
 def test_scratch_does_not_grow_with_sequences_and_lengths(device):
     def size(seqs, length):
         return quire.workspace_size(SPEC, max_num_seqs=seqs, max_num_tokens=1024, max_seq_len=length, device=device)
