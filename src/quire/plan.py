@@ -253,8 +253,8 @@ def plan(
             up to a third, and so do prompts on Hopper GPUs. With heads of 256, long prompts take up to 1.6 times as
             long; a chunk of 64 queries on 8,192 keys twice, and prompts on quantised caches several times as long.
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
-            use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
-            Allocated when not given.
+            use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds to which
+            no num_splits, config or kernel is given. Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
             the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
