@@ -417,7 +417,7 @@ class SGLang:
 
 def compiled_kernels() -> int:
     """Return how many kernels are in Triton's cache, and in Inductor's if it has one of its own."""
-    folders = {Path.home() / ".triton" / "cache"}
+    folders = {Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"}
     folders |= {
         Path(os.environ[name]) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR") if name in os.environ
     }
@@ -437,8 +437,8 @@ def used_memory() -> float:
 def work(setup: Setup, pipe: Any) -> None:
     """Be the process of an engine: start it, then serve each trace that comes through the pipe."""
     began = time.perf_counter()
-    own = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm")) / setup.backend
-    os.environ["VLLM_CACHE_ROOT"] = str(own)  # so that no backend finds what another one has compiled
+    own = str(Path.home() / ".cache" / "measure_tail" / setup.backend)  # no backend finds what another one has compiled
+    os.environ.update(VLLM_CACHE_ROOT=own, TRITON_HOME=own)
     with tempfile.TemporaryDirectory() as folder:
         write_config(folder, setup.model, setup.layers)
         engine = {"vllm": VLLM, "sglang": SGLang}[setup.engine](setup, folder)
