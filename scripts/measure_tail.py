@@ -49,6 +49,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -239,6 +240,10 @@ class Profiled:
                 self.profiler.stop()
         return found
 
+    def clock(self) -> float:
+        """Return seconds, as if it were late once the list is complete."""
+        return time.perf_counter() if self.left else math.inf
+
     def kernels(self) -> dict[str, Any]:
         """Return the milliseconds of a step, and those of each kernel in it."""
         if self.left:
@@ -344,7 +349,7 @@ class VLLM:
     def profile(self, requests: list[Request], most: float) -> dict[str, Any]:
         """Return the milliseconds of each kernel in a step."""
         profiled = Profiled(self)
-        serve(profiled, requests, most)
+        serve(profiled, requests, most, profiled.clock)
         return profiled.kernels()
 
 
@@ -447,12 +452,22 @@ def work(setup: Setup, pipe: Any) -> None:
         while (asked := pipe.recv()) is not None:
             requests = trace(asked.count, asked.rate, asked.agents, asked.seed)
             if asked.profile:
-                pipe.send(engine.profile(requests, 2 * SETTLED))
+                pipe.send(profile_of(engine, requests))
                 continue
             kernels, memory, saturated = compiled_kernels(), used_memory(), math.isinf(asked.rate)
             outputs, seconds = engine.serve(requests, SATURATED if saturated else math.inf)
             found = judged(requests, outputs, seconds, saturated)
             pipe.send(found | {"kernels": compiled_kernels() - kernels, "memory": used_memory() - memory})
+
+
+def profile_of(engine: Any, requests: list[Request]) -> dict[str, Any] | None:
+    """Return a profile; None if there is none, which must not end the engine."""
+    try:
+        return engine.profile(requests, 2 * SETTLED)
+    except Exception:
+        traceback.print_exc()
+        engine.stop()
+        return None
 
 
 class Engine:
