@@ -36,6 +36,7 @@ starts can be compared. Otherwise each starts again in each round. The results a
 """
 
 import argparse
+import ast
 import asyncio
 import contextlib
 import importlib.metadata
@@ -114,6 +115,7 @@ class Setup:
     drafts: int
     acceptance: tuple[float, ...]
     longest: int
+    options: dict[str, Any]  # further arguments of the engine
 
 
 class Ended(Exception):
@@ -300,7 +302,7 @@ class VLLM:
             gpu_memory_utilization=0.05,  # of which the cache is no part
             enable_prefix_caching=True,
             seed=0,
-            **options,
+            **options | setup.options,
         )
         self.engine = llm.llm_engine
         self.unfinished: set[str] = set()
@@ -372,6 +374,7 @@ class SGLang:
             context_length=setup.longest,
             random_seed=0,
             log_level="error",
+            **setup.options,
         )
 
     def serve(self, requests: list[Request], most: float = math.inf) -> tuple[Outputs, float]:
@@ -408,11 +411,11 @@ class SGLang:
         seconds = time.perf_counter() - began
         if everything.done():
             everything.result()  # raises what a task raised
+        self.engine.tokenizer_manager.abort_request(abort_all=True)
+        await asyncio.sleep(EMPTIED)
         waited.cancel()
         everything.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.engine.tokenizer_manager.abort_request(abort_all=True)
-        await asyncio.sleep(EMPTIED)
         return [[pair for pair in times if pair[0] <= seconds] for times in outputs], seconds
 
     def profile(self, requests: list[Request], most: float) -> dict[str, Any]:
@@ -815,6 +818,9 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="with --together, start them one after another")
     parser.add_argument("--profile", action="store_true", help="list the kernels of some steps; vLLM alone")
     parser.add_argument("--cache", type=float, default=20.0, help="GB of keys and values of an engine; default 20")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="a further argument of the engine"
+    )
     parser.add_argument("--out", help="path of the results without its ending; .json, .md and .png are written")
     parser.add_argument("--commit", help="Quire's commit, where there is no repository to ask")
     parser.add_argument("--note", action="append", default=[], help="a paragraph to keep with the results")
@@ -849,6 +855,15 @@ def main() -> None:
         draw(result).savefig(plot, dpi=150)
 
 
+def option(words: str) -> tuple[str, Any]:
+    """Return the name and the value of an argument in words, such as NAME=1 or NAME=text."""
+    name, _, text = words.partition("=")
+    try:
+        return name, ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return name, text
+
+
 def keep(out: str | None, about: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Write the results as JSON, if they are to be kept."""
     if out:
@@ -867,7 +882,8 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
 
     backends = args.backends or BACKENDS[args.engine]
     longest = PREFIX + TURN + OUTPUTS[2] + 16 + args.drafts
-    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest)
+    options = dict(map(option, args.option))
+    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest, options)
     setups = [Setup(args.engine, backend, *common) for backend in backends]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     names = (*SAME, "requests", "rounds", "seed", "together", "apart")

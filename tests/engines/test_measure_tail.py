@@ -245,6 +245,13 @@ def test_runs_that_served_the_same_are_joined_and_others_have_a_section_and_a_pl
     assert len(json.loads(out.with_suffix(".json").read_text())["results"]) == 2
 
 
+def test_an_argument_of_the_engine_is_a_number_if_it_is_one_and_text_otherwise(script):
+    words = "max_num_seqs=64", "sampling_backend=pytorch", "disable_cuda_graph=True"
+    assert dict(map(script.option, words)) == {
+        "max_num_seqs": 64, "sampling_backend": "pytorch", "disable_cuda_graph": True,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "words, error",
     [
