@@ -616,8 +616,13 @@ def test_a_plan_says_what_it_launches_for_a_cache_and_for_queries():
             assert str(plan.launch_for(cache, queries)) in str(plan)
         one_key = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)
         latents = quire.plan(one_key, batch, max_query_len=1, max_seq_len=640, num_tokens=1)
-        for page_size, name in ((64, "mla_hopper"), (1, "mla")):
-            assert latents.launch_for(quire.PagedKVCache.empty(one_key, 4, page_size)).name == name
+        records = replace(one_key, kv_dtype=torch.float8_e4m3fn)
+        for spec, layout, page_size, name in (
+            (one_key, "NHD", 64, "mla_hopper"),
+            (one_key, "NHD", 1, "mla_hopper"),  # rows are gathered
+            (records, "fp8_ds_mla", 64, "mla"),
+        ):
+            assert latents.launch_for(quire.PagedKVCache.empty(spec, 4, page_size, layout=layout)).name == name
 
 
 def test_launches_with_other_arguments_have_other_keys():

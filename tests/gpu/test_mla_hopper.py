@@ -120,6 +120,9 @@ def test_queries_of_any_size_beside_fp8_latents(factor, spec):
     ("spec", "page_size"),
     [
         *((mla(), page_size) for page_size in (8, 16, 48, 64, 128, 528)),
+        *((mla(heads), page_size) for heads in (16, 24, 128) for page_size in (1, 12, 83)),
+        *((mla(heads, kv_dtype=FP8), page_size) for heads in (16, 24, 128) for page_size in (1, 12)),
+        *((mla(128, **PRODUCTS), page_size) for page_size in (1, 12)),
         *((mla(kv_dtype=FP8), page_size) for page_size in (8, 64, 528)),
         *((mla(128, **PRODUCTS), page_size) for page_size in (16, 64, 128)),
     ],
@@ -157,10 +160,6 @@ def test_prompts():
 
 def test_records_go_to_the_portable_kernel():
     assert_right(mla(kv_dtype=FP8), MIXED, page_size=64, layout="fp8_ds_mla")
-
-
-def test_pages_of_four_go_to_the_portable_kernel():
-    assert_right(mla(), ((1, 300), (1, 20)), page_size=4)
 
 
 def test_a_flat_table_goes_to_the_portable_kernel():

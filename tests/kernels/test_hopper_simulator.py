@@ -840,6 +840,13 @@ def test_pages_of_latents(page_size, kv_dtype):
     assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
 
+@pytest.mark.parametrize("fields", [{}, E4M3, PRODUCTS_IN_FP8], ids=str)
+@pytest.mark.parametrize(("num_q_heads", "page_size"), [(16, 1), (16, 83), (40, 1), (128, 12)])
+def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, fields):
+    """Slots that no sequence sees hold NaN, and what is not seen of a tile is zeros."""
+    assert_latents_are_right(latent_spec(num_q_heads, torch.bfloat16, **fields), page_size=page_size)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_q_heads", [16, extended(64)])
@@ -884,8 +891,8 @@ def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
 
 
 def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
-    """Pages of one latent. That kernel quantises its output too."""
-    p = make_problem(latent_spec(2), ((1, 40), (1, 9)), page_size=1, one_query=True)
+    """Records. That kernel quantises its output too."""
+    p = make_problem(latent_spec(2, **E4M3), ((1, 40), (1, 9)), page_size=64, one_query=True, layout="fp8_ds_mla")
     p, plan = replace(p, out_scale=torch.full((1,), 0.01)), make_plan(p, kernel="mla_hopper")
     assert plan.kernel == "mla_hopper" and plan.launch_for(p.cache).name == "mla"
     with simulated_hopper() as simulated:
@@ -900,7 +907,7 @@ def test_whole_space_of_latents(seed):
     spec = latent_spec(draw.choice([1, 8, 20, 33, 64, 128]), causal=draw.choice([True, False]), **kind)
     lens = [(draw.randint(0, 3), draw.choice([0, *draw.sample(range(600), 4)])) for _ in range(draw.randint(1, 6))]
     lens = [(min(q, s) if spec.causal else q, s) for q, s in [*lens, (1, 70)]]
-    bound, page_size, num_sms = draw.choice([None, LONG]), draw.choice([8, 24, 64, 128]), draw.randint(1, 9)
+    bound, page_size, num_sms = draw.choice([None, LONG]), draw.choice([1, 5, 8, 24, 64, 128]), draw.randint(1, 9)
     assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, seed=seed)
 
 

@@ -39,7 +39,7 @@ ORDER = "kernels/test_order_of_work_tiles.py::test_"
 SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hopper/"
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
-GATHERED, CHOSEN_LATENTS = "kernels/chosen_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
+GATHERED, CHOSEN_LATENTS = "kernels/mla_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
 BITS = "kernels/test_formats.py::test_"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 

@@ -580,9 +580,17 @@ def next_row_block(part, seq, block, num_blocks, MULTI_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def queries_before(cu_seqlens_q, seq, last_seq):
+    """Return the queries of a sequence before `last_seq`, and 0 for `last_seq`, which may be the batch's end."""
+    is_before = seq < last_seq
+    stop = tl.load(cu_seqlens_q + seq + 1, mask=is_before, other=0)
+    return stop - tl.load(cu_seqlens_q + seq, mask=is_before, other=0)
+
+
+@triton.jit
 def skip_prompts(cu_seqlens_q, seq, last_seq, MAX_DECODE_QUERIES: tl.constexpr):
     """Return the first sequence from `seq` to `last_seq` that does not belong to another kernel."""
-    while (seq < last_seq) & (tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) > MAX_DECODE_QUERIES):
+    while queries_before(cu_seqlens_q, seq, last_seq) > MAX_DECODE_QUERIES:
         seq += 1
     return seq
 
@@ -590,7 +598,7 @@ def skip_prompts(cu_seqlens_q, seq, last_seq, MAX_DECODE_QUERIES: tl.constexpr):
 @triton.jit
 def skip_decoding(cu_seqlens_q, seq, last_seq, MIN_QUERIES: tl.constexpr):
     """Return the first sequence from `seq` to `last_seq` that has MIN_QUERIES queries; `last_seq` if none has."""
-    while (seq < last_seq) & (tl.load(cu_seqlens_q + seq + 1) - tl.load(cu_seqlens_q + seq) < MIN_QUERIES):
+    while (seq < last_seq) & (queries_before(cu_seqlens_q, seq, last_seq) < MIN_QUERIES):
         seq += 1
     return seq
 

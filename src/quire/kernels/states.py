@@ -183,10 +183,11 @@ def fold_split(acc, m_i, l_i, split_acc, split_m, split_l):
 
 
 @triton.jit
-def finish(acc, m_i, l_i):
+def finish(acc, m_i, l_i, ONE_ZERO: tl.constexpr):
     """Normalise a state: return (out, lse), 0 and -inf where no key was seen, NaN where a score was.
 
-    out is a tuple of panels, as acc is.
+    out is a tuple of panels, as acc is. ONE_ZERO: -0 becomes 0. States over no keys make it so too, and a launch of a
+    batch-invariant plan may have added some or none.
     """
     empty = l_i == 0.0
     safe = tl.where(empty, 1.0, l_i)
@@ -195,9 +196,11 @@ def finish(acc, m_i, l_i):
     inverse = tl.fma(inverse, tl.fma(-safe, inverse, tl.zeros_like(safe) + 1.0), inverse)
     out = ()
     for i in tl.static_range(len(acc)):
-        # Adding 0 makes 0 of -0: states over no keys do so too, and a launch may have added some or none.
-        zeros = tl.zeros_like(acc[i])
-        out = out + (tl.fma(acc[i], inverse[:, None] + zeros, zeros),)
+        if ONE_ZERO:
+            zeros = tl.zeros_like(acc[i])
+            out = out + (tl.fma(acc[i], inverse[:, None] + zeros, zeros),)
+        else:
+            out = out + (acc[i] * inverse[:, None],)
     lse = tl.where(empty, float("-inf"), tl.fma(m_i, tl.zeros_like(m_i) + LN2, tl.log(safe)))
     return out, lse
 
@@ -223,7 +226,9 @@ def as_stored(out, out_scale_ptr, element: tl.constexpr):
 
 
 @triton.jit
-def store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V: tl.constexpr):
+def store_result(
+    outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V: tl.constexpr, ONE_ZERO: tl.constexpr = False
+):  # fmt: skip
     """Finish a state and write its rows to `outputs`; `columns` are those that each panel of acc holds."""
     if outputs.sinks_ptr is not None:  # one more key, of score sink[h] and value 0
         sink = tl.load(outputs.sinks_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32) * LOG2E
@@ -231,7 +236,7 @@ def store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V: tl.
         for i in tl.static_range(len(acc)):
             zeros = zeros + (tl.zeros_like(acc[i]),)
         acc, m_i, l_i = combine(acc, m_i, l_i, zeros, sink, tl.zeros_like(sink) + 1.0)
-    out, lse = finish(acc, m_i, l_i)
+    out, lse = finish(acc, m_i, l_i, ONE_ZERO)
     ptrs = outputs.out_ptr + (rows.token * outputs.stride_token + rows.head.to(tl.int64) * outputs.stride_head)[:, None]
     for i in tl.static_range(len(out)):
         stored = as_stored(out[i] * v_scale, outputs.out_scale_ptr, outputs.out_ptr.dtype.element_ty)

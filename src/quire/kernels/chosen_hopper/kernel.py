@@ -2,7 +2,7 @@
 
 Grid: [row blocks, programs]. A program owns a row block of query heads, and every so many-th item: a query token and a
 part of its list (`mla_hopper/lists.py`). A row block of 64 heads has two consumers (`mla_hopper/many_rows.py`), one of
-at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`gather.py`), and more convert records.
+at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`mla_hopper/gather.py`), and more convert records.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from quire.kernels.chosen_hopper.gather import (
+from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
+from quire.kernels.mla_hopper.gather import (
     WARPS,
     Rows,
     convert_latents,
@@ -18,7 +19,6 @@ from quire.kernels.chosen_hopper.gather import (
     gather_latents,
     gather_many,
 )
-from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.lists import Items, TokenLists
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.memory import EVEN, ODD, ROWS, allocate
@@ -57,9 +57,9 @@ def chosen_hopper_kernel(
     row_block, index = gl.program_id(0), gl.program_id(1)
     if COLUMNS < ROWS:  # a token has one
         row_block = index * 0
-        s = allocate_few(NUMBER, COLUMNS, True, RECORDS)
+        s = allocate_few(NUMBER, COLUMNS, True, True, RECORDS)
     else:
-        s = allocate(NUMBER, RECORDS, True)
+        s = allocate(NUMBER, RECORDS, True, True)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()

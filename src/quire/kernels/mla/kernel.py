@@ -494,7 +494,7 @@ def mla_kernel(
             if ends_early:
                 gdc_launch_dependents()
         if not is_cut:
-            store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK)
+            store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK, FIXED_SPLIT > 0)
         else:
             is_last, slots = store_and_arrive(
                 scratch, acc, m_i, l_i, columns, partition, row_block, low, band_unit, planned, part.size, BLOCK_M, P

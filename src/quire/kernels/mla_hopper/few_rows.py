@@ -53,9 +53,10 @@ def stages_of(columns, converted):
 
 @gluon.jit
 def allocate_few(
-    element: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.constexpr = False, CONVERTED: gl.constexpr = False
-):
-    """Allocate shared memory for operands of type `element`. GATHERED, CONVERTED: as for `make_latents`."""
+    element: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.constexpr, LISTS: gl.constexpr = False,
+    CONVERTED: gl.constexpr = False,
+):  # fmt: skip
+    """Allocate shared memory for operands of type `element`. GATHERED, LISTS, CONVERTED: as for `make_latents`."""
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     return FewShared(
         gl.allocate_shared_memory(element, [4, COLUMNS, QUARTER], WIDE),
@@ -63,7 +64,7 @@ def allocate_few(
         gl.allocate_shared_memory(
             element, [4 if CONVERTED else 1, TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
         ),
-        make_latents(element, stages_of(COLUMNS, CONVERTED), 1, GATHERED, CONVERTED),
+        make_latents(element, stages_of(COLUMNS, CONVERTED), 1, GATHERED, LISTS, CONVERTED),
     )
 
 

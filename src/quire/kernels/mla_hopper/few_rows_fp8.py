@@ -56,14 +56,14 @@ class Fp8Shared(NamedTuple):
 
 
 @gluon.jit
-def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr):
-    """Allocate shared memory for latents of type `stored`."""
+def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.constexpr):
+    """Allocate shared memory for latents of type `stored`. GATHERED: as for `make_latents`."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Fp8Shared(
         gl.allocate_shared_memory(gl.float16, [8, COLUMNS, QUARTER // 2], gl.NVMMASharedLayout(128, 16, 2)),
         gl.allocate_shared_memory(gl.float16, [2, COLUMNS, ROPE // 2], gl.NVMMASharedLayout(64, 16, 2)),
         gl.allocate_shared_memory(gl.float16, [2, TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)),
-        make_latents(stored, 16 if COLUMNS == 16 else 12, 2),
+        make_latents(stored, 16 if COLUMNS == 16 else 12, 2, GATHERED),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),
         gl.allocate_shared_memory(gl.float32, [8, QUARTER // 2, COLUMNS], gl.NVMMASharedLayout(4 * COLUMNS, 32, 2)),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),

@@ -2,7 +2,7 @@
 
 Grid: [row blocks, partitions] (`schedule.py`). A program owns the rows of a row block, (token, query head) pairs of one
 sequence, and the KV tiles of its partition. Warps are specialised. A producer warp loads quarters of a tile by TMA,
-each when its stage is free. Consumer warpgroups attend.
+each when its stage is free. Of small pages, four warps gather them (`gather.py`). Consumer warpgroups attend.
 
 * A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
 * A row block of at most 32 rows has one consumer (`few_rows.py`) and `latents.py`.
@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.few_rows_fp8 import allocate_fp8, consume_fp8
+from quire.kernels.mla_hopper.gather import WARPS, Rows, gather_latents, gather_many
 from quire.kernels.mla_hopper.latents import produce_latents
 from quire.kernels.mla_hopper.many_rows import consume_many
 from quire.kernels.mla_hopper.many_rows_fp8 import allocate_products, score, sum_values
@@ -47,7 +48,9 @@ def mla_hopper_kernel(
 
     FP8_MMA: with ROWS rows and fp8 latents, products are in fp8.
     """
-    FROM_FP8: gl.constexpr = rope_desc is not None
+    GATHERED: gl.constexpr = BOX == 0
+    NUMBER: gl.constexpr = kv_ptr.dtype.element_ty
+    FROM_FP8: gl.constexpr = NUMBER.primitive_bitwidth == 8
     row_block, index = gl.program_id(0), gl.program_id(1)
     if COLUMNS < ROWS:  # a sequence has one
         row_block = index * 0
@@ -55,13 +58,13 @@ def mla_hopper_kernel(
         gdc_wait()
     part = load_latent_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:
-        s = allocate_products(kv_desc.dtype)
+        s = allocate_products(NUMBER, GATHERED)
     elif COLUMNS == ROWS:
-        s = allocate(gl.float16 if FROM_FP8 else kv_desc.dtype, FROM_FP8)
+        s = allocate(gl.float16 if FROM_FP8 else NUMBER, FROM_FP8, GATHERED)
     elif FROM_FP8:
-        s = allocate_fp8(kv_desc.dtype, COLUMNS)
+        s = allocate_fp8(NUMBER, COLUMNS, GATHERED)
     else:
-        s = allocate_few(kv_desc.dtype, COLUMNS)
+        s = allocate_few(NUMBER, COLUMNS, GATHERED)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
@@ -76,6 +79,11 @@ def mla_hopper_kernel(
         config,
     )  # fmt: skip
     source = Source(kv_desc, rope_desc, page_table, stride_table, table_width, page_rows, kv_ptr, stride_row)
+    EACH: gl.constexpr = 128 // NUMBER.primitive_bitwidth  # numbers that are copied at once
+    slot = stride_row // EACH
+    rows = Rows(kv_ptr, None, None, page_table, stride_table, page_rows * slot, slot)
+    LOADERS: gl.constexpr = WARPS if GATHERED else 1
+    latents = rows if GATHERED else source
     # The lists after the functions: warps and registers of all but the first.
     if COLUMNS < ROWS:
         if FROM_FP8:
@@ -83,13 +91,14 @@ def mla_hopper_kernel(
                 [
                     (consume_fp8, (EVEN, s, program)),
                     (consume_fp8, (ODD, s, program)),
-                    (produce_latents, (s.latents, source, program)),
+                    (load_few, (s.latents, latents, program)),
                 ],
-                [4, 1], [232, 40],
+                [4, LOADERS], [232, 40],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [(consume_few, (s, program)), (produce_latents, (s.latents, source, program))], [1], [40]
+                [(consume_few, (s, program)), (load_few, (s.latents, latents, program))],
+                [LOADERS], [96 if GATHERED else 40],
             )  # fmt: skip
     elif FP8_MMA:
         gl.warp_specialize(
@@ -97,9 +106,9 @@ def mla_hopper_kernel(
                 (sum_values, (EVEN, s, program)),
                 (sum_values, (ODD, s, program)),
                 (score, (s, program)),
-                (produce_latents, (s.latents, source, program)),
+                (load_few, (s.latents, latents, program)),
             ],
-            [4, 4, 1], [192, 96, 32],
+            [4, 4, LOADERS], [184 if GATHERED else 192, 88 if GATHERED else 96, 56 if GATHERED else 32],
         )  # fmt: skip
     elif FROM_FP8:
         gl.warp_specialize(
@@ -107,16 +116,34 @@ def mla_hopper_kernel(
                 (consume_many, (EVEN, s, program)),
                 (consume_many, (ODD, s, program)),
                 (convert, (s, source, program)),
-                (produce, (s, source, program)),
+                (load_many, (s, latents, program)),
             ],
-            [4, 4, 1], [208, 64, 32],
+            [4, 4, LOADERS], [200 if GATHERED else 208, 56 if GATHERED else 64, 56 if GATHERED else 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (consume_many, (EVEN, s, program)),
                 (consume_many, (ODD, s, program)),
-                (produce, (s, source, program)),
+                (load_many, (s, latents, program)),
             ],
-            [4, 1], [232, 40],
+            [4, LOADERS], [232, 48 if GATHERED else 40],
         )  # fmt: skip
+
+
+@gluon.jit
+def load_few(latents, source, program):
+    """Load the latents of every tile of the partition. The producer runs this; `source` is Rows or Source."""
+    if program.config.BOX == 0:
+        gather_latents(latents, source, program)
+    else:
+        produce_latents(latents, source, program)
+
+
+@gluon.jit
+def load_many(s, source, program):
+    """Do what `load_few` does, of row blocks of more than 32 rows whose products are in 16 bits."""
+    if program.config.BOX == 0:
+        gather_many(s, source, program)
+    else:
+        produce(s, source, program)

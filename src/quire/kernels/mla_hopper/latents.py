@@ -50,11 +50,11 @@ class Latents:
 @gluon.jit
 def make_latents(
     element: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, GATHERED: gl.constexpr = False,
-    CONVERTED: gl.constexpr = False,
+    LISTS: gl.constexpr = False, CONVERTED: gl.constexpr = False,
 ):  # fmt: skip
     """Allocate memory for latents of type `element`. CONSUMERS warpgroups take tiles in turn; 1: each takes all.
 
-    GATHERED: for chosen keys. CONVERTED: of records.
+    GATHERED: rows are copied one by one. LISTS: of chosen keys. CONVERTED: of records.
     """
     BITS: gl.constexpr = element.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
@@ -64,7 +64,7 @@ def make_latents(
     COPIED: gl.constexpr = GATHERED and not CONVERTED
     full, empty = make_barriers(FULLS, THREADS if COPIED else 1), make_barriers(STAGES, 1)
     seen, raw_full, scales = (), (), ()
-    if GATHERED:
+    if LISTS:
         seen = (make_seen(TILES),)
     if CONVERTED:
         raw_full, scales = (make_barriers(STAGES, THREADS),), (make_scales(TILES),)

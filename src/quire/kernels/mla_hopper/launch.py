@@ -178,7 +178,7 @@ class MLAHopperLaunch:
         blocks = "1 row block" if self.row_blocks == 1 else f"{self.row_blocks} row blocks"
         return (
             f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{self.num_partitions} partitions × "
-            f"{blocks}; fallback for small pages and latents that TMA cannot address: "
+            f"{blocks}; fallback for records, and latents that TMA cannot address: "
             f"{self.fallback}"
         )
 
@@ -191,6 +191,11 @@ def can_multiply_in_fp8(request: Request) -> bool:
 
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:
     """Return a cache's latents as a matrix; None if the kernel does not serve the cache."""
-    if cache.layout != "NHD" or cache.scale_kind == "record" or page_box(cache) < MIN_TMA_BOX:
+    if cache.layout != "NHD" or cache.scale_kind == "record":
         return None
     return matrix_of(cache.k, cache.extents[0], cache.strides[0][:3])
+
+
+def is_gathered(cache: PagedKVCache) -> bool:
+    """Return whether latents are copied one by one: TMA loads no boxes of so few slots of a page."""
+    return page_box(cache) < MIN_TMA_BOX

@@ -124,13 +124,14 @@ def store_queries(PARITY: gl.constexpr, s, panels, works, softmax_scale):
 
 
 @gluon.jit
-def multiply_keys(PARITY: gl.constexpr, s, use, zero):
+def multiply_keys(PARITY: gl.constexpr, s, program, use, zero):
     """Return the products of the queries with this warpgroup's next tile of keys."""
     OF_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    COPIED: gl.constexpr = program.config.BOX == 0 and len(s.raw_full) == 0
     scores = gl.zeros([ROWS, TILE], gl.float32, OF_SCORES)
     for i in gl.static_range(4):
         wait(s.full[PARITY * 4 + ORDER[PARITY][i]], use)
-        if len(s.seen) > 0 and len(s.raw_full) == 0:
+        if COPIED:
             fence_async_shared()  # rows were copied by the generic proxy
         keys = s.kv.index(zero + PARITY * 4 + ORDER[PARITY][i]).permute((1, 0))
         scores = warpgroup_mma(s.q.index(zero + ORDER[PARITY][i]), keys, scores, use_acc=i > 0, is_async=True)
@@ -254,7 +255,7 @@ def attend_even(s, program, work, use, odd_use, scale):
 @gluon.jit
 def attend_to_own_even_tile(s, program, work, acc, m_i, l_i, use, pos, zero, scale, OF_OUT: gl.constexpr):
     """Compute the probabilities of an even tile, hand them over, and begin to multiply them with the left columns."""
-    scores = multiply_keys(EVEN, s, use, zero)
+    scores = multiply_keys(EVEN, s, program, use, zero)
     scores = without_invisible(EVEN, s, program, work, scores, use, zero, pos)
     m_even = raised(m_i, gl.max(scores, 1) * scale)
     p = probabilities(scores, scale, m_even)
@@ -274,7 +275,7 @@ def attend_odd(s, program, work, use, odd_use, scale):
     pos = work.tile * TILE
     for i in range(work.count // 2):
         zero = (use + i) >> 30
-        scores = multiply_keys(ODD, s, odd_use + i, zero)
+        scores = multiply_keys(ODD, s, program, odd_use + i, zero)
         scores = without_invisible(ODD, s, program, work, scores, odd_use + i, zero, pos + TILE)
         highest = gl.max(scores, 1) * scale
         # The softmax of this tile overlaps the product of the even one.

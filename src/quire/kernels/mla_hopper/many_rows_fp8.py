@@ -61,14 +61,14 @@ class Fp8Products(NamedTuple):
 
 
 @gluon.jit
-def allocate_products(stored: gl.constexpr):
+def allocate_products(stored: gl.constexpr, GATHERED: gl.constexpr):
     """Allocate shared memory for latents of type `stored`."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     NARROW: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     return Fp8Products(
         gl.allocate_shared_memory(stored, [4, ROWS, QUARTER], gl.NVMMASharedLayout(128, 8, 2)),
         gl.allocate_shared_memory(stored, [1, ROWS, ROPE], NARROW),
-        make_latents(stored, 4 * TILES, 1),
+        make_latents(stored, 4 * TILES, 1, GATHERED),
         gl.allocate_shared_memory(stored, [HANDED, ROWS, TILE], NARROW),
         gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),

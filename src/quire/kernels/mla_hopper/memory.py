@@ -53,10 +53,13 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr, GATHERED: gl.constexpr = False):
+def allocate(
+    element: gl.constexpr, FROM_FP8: gl.constexpr, GATHERED: gl.constexpr = False, LISTS: gl.constexpr = False
+):
     """Allocate shared memory for operands of type `element`.
 
-    FROM_FP8: for latents that are converted. GATHERED: for chosen keys, of which fp8 latents have records.
+    FROM_FP8: for latents that are converted. GATHERED: rows are copied one by one. LISTS: of chosen keys, of which fp8
+    latents have records.
     """
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -64,11 +67,11 @@ def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr, GATHERED: gl.constex
     raw_full, peak_full, seen, scales = (), (), (), ()
     if FROM_FP8:
         raw_full = one_by_one(8, LOADED)
-        if GATHERED:
+        if LISTS:
             scales = (make_scales(2),)
         else:
             peak_full = (make_barrier(2),)
-    if GATHERED:
+    if LISTS:
         seen = (make_seen(2),)
     return Shared(
         gl.allocate_shared_memory(element, [4, ROWS, QUARTER], WIDE),

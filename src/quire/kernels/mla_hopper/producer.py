@@ -184,11 +184,12 @@ def convert_quarter(s, source, PARITY: gl.constexpr, QUARTER_I: gl.constexpr, us
     STAGE: gl.constexpr = PARITY * 4 + QUARTER_I
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STORED: gl.constexpr = source.kv_ptr.dtype.element_ty
     wait(s.raw_full[STAGE], use)
-    raw = raw_tile(s.kv.index(STAGE), source.kv_desc.dtype).slice(0, TILE).load(WIDE)
+    raw = raw_tile(s.kv.index(STAGE), STORED).slice(0, TILE).load(WIDE)
     s.kv.index(STAGE).store(raw.to(s.kv.dtype))
     if brings_rope(PARITY, QUARTER_I):
-        rope = raw_tile(s.kv_rope.index(PARITY), source.kv_desc.dtype).slice(0, TILE).load(NARROW)
+        rope = raw_tile(s.kv_rope.index(PARITY), STORED).slice(0, TILE).load(NARROW)
         s.kv_rope.index(PARITY).store(rope.to(s.kv.dtype))
     fence_async_shared()  # tensor cores read shared memory by the async proxy, stores write by the generic one
     mbarrier.arrive(s.full[STAGE], count=1)

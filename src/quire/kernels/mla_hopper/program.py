@@ -66,7 +66,7 @@ class Config:
     PARTIAL_ROWS: gl.constexpr  # rows of a partial
     COLUMNS: gl.constexpr  # rows of a row block: columns of products, if there are at most 32
     PAGE_SIZE: gl.constexpr
-    BOX: gl.constexpr  # slots of a page in one TMA load
+    BOX: gl.constexpr  # slots of a page in one TMA load; 0 where rows are gathered
     LISTS: gl.constexpr  # whether lists take the place of a schedule
 
 

@@ -12,7 +12,7 @@ from quire.kernels.launch import Runner, bind_fallback, constexprs_of
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.mla_hopper.combine import mla_combine_kernel
 from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
-from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, matrix_of_latents
+from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch, is_gathered, matrix_of_latents
 from quire.kernels.portable.runner import FOUND_NOW
 from quire.kernels.scheduler import scheduler_of
 from quire.kernels.scratch import Part
@@ -69,7 +69,8 @@ class MLAHopperRunner:
         if q_nope.shape[0] == 0 or self.batch.num_seqs == 0:
             return
         spec = decided.request.spec
-        widths = (cache.head_dim,) if cache.dtype.itemsize > 1 else (cache.head_dim, spec.qk_rope_head_dim)
+        widths: tuple[int, ...] = () if is_gathered(cache) else (cache.head_dim, spec.qk_rope_head_dim)
+        widths = widths[:1] if cache.dtype.itemsize > 1 else widths
         is_new = self.scheduler.find(None)
         if self.scheduler.tensors is not self.placed:
             self.placed = self.scheduler.tensors
@@ -87,7 +88,7 @@ class MLAHopperRunner:
         out, lse, q_nope, q_pe, *latents, _, num_tokens = tensors
         # To wait is never wrong, and Triton's binder is asked for one number alone.
         tensors = out, lse, q_nope, q_pe, *latents, FOUND_NOW, num_tokens
-        spec, box = self.decided.request.spec, min(TILE, page_box(cache))
+        spec, box = self.decided.request.spec, 0 if is_gathered(cache) else min(TILE, page_box(cache))
         descriptors = tuple(describe(cache.k, matrix, box, width) for width in widths)
         absent = (None,) * (2 - len(widths))
         k, table = cache.strides[0], self.batch.page_table

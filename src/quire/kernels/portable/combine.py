@@ -69,7 +69,7 @@ def combine_partials_kernel(
         rows = find_rows(cut.block * block_m + row, q_start, q_len, 0, kv_head, GROUP, 1)
         outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
         m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
-        store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V)
+        store_result(outputs, (acc[None, :],), m_i, l_i, v_scale, rows, (columns,), HEAD_DIM_V, STRIDE > 0)
 
 
 @triton.jit

@@ -326,7 +326,7 @@ def portable_kernel(
         if PDL:
             gdc_launch_dependents()
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
-        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+        store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
     else:
         TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
         U: tl.constexpr = Units(
@@ -372,7 +372,7 @@ def portable_kernel(
                 if ends_early:
                     gdc_launch_dependents()
             if not is_cut:
-                store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V)
+                store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
             elif COMBINE_LAUNCH:
                 left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
                 slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(index, start)

@@ -109,7 +109,7 @@ def store_combined(scratch, slots, lane, outputs, v_scale, rows, P: tl.constexpr
     for column_group in tl.range(P.BLOCK_DV // P.COLUMNS, num_stages=1):
         columns = column_group * P.COLUMNS + tl.arange(0, P.COLUMNS)
         acc, m_i, l_i = combine_partials(scratch, slots, lane, columns, P)
-        store_result(outputs, (acc,), m_i, l_i, v_scale, rows, (columns,), P.HEAD_DIM_V)
+        store_result(outputs, (acc,), m_i, l_i, v_scale, rows, (columns,), P.HEAD_DIM_V, P.FIXED_SPLIT)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
-"""The producer: gather the latents that lists name into the shared memory of `mla_hopper`, and convert records.
+"""The producer that gathers latents which TMA loads in no boxes, those of small pages and those that lists name.
 
 TMA of Hopper GPUs loads no rows from anywhere. So four warps copy them in pieces of 16 bytes (`cp.async`) to where TMA
 would put them. Eight threads copy 128 bytes of a row, and each thread has the same rows in all pieces of a tile: it
-finds them once. Entries are read two tiles ahead of the rows, and page numbers one tile ahead.
+finds them once. Entries of lists are read two tiles ahead of the rows, and page numbers one tile ahead. Without lists,
+the entries are the positions of a sequence's keys.
 
 The producer waits for no copy. Copies let a barrier complete when they are (`pipeline.SmemPipeline.commit_copies`).
 
@@ -42,37 +43,43 @@ class Rows(NamedTuple):
     stride_table: Any
     stride_page: Any
     stride_slot: Any
-    num_seqs: Any
+    num_seqs: Any = None  # of lists of positions
 
 
 class Place(NamedTuple):
-    """The list of one query token, and what of it counts."""
+    """The list of one query token, or the keys of a sequence, and what of them counts."""
 
     entries: Any  # pointer to the token's list
-    count: Any  # entries of it
-    table: Any  # pointer to the first page number of the token's sequence; not for slots
+    count: Any  # entries of it, or keys
+    table: Any  # pointer to the first page number of the sequence; not for slots
     end: Any  # keys of the sequence from here on are not seen
 
 
 @gluon.jit
-def place_of(rows, program, known):
-    """Return the `Place` of an item's list."""
-    lists, token = program.lists, known.q_start
-    entries = lists.entries + token.to(gl.int64) * lists.stride
-    if rows.page_table is None:
-        return Place(entries, known.seq_len, entries, known.seq_len)
+def place_of(rows, program, item, known, work):
+    """Return the `Place` of an item's list, or of a sequence."""
+    if program.config.LISTS:
+        lists, token = program.lists, known.q_start
+        entries = lists.entries + token.to(gl.int64) * lists.stride
+        if rows.page_table is None:
+            return Place(entries, known.seq_len, entries, known.seq_len)
+        else:
+            lengths = program.lengths
+            seq, end, _ = find_sequence(lengths, lengths.cu_seqlens_q, token, rows.num_seqs, True)
+            end = gl.where(program.causal, end, gl.load(lengths.seq_lens + seq))
+            return Place(entries, known.seq_len, rows.page_table + seq.to(gl.int64) * rows.stride_table, end)
     else:
-        lengths = program.lengths
-        seq, end, _ = find_sequence(lengths, lengths.cu_seqlens_q, token, rows.num_seqs, True)
-        end = gl.where(program.causal, end, gl.load(lengths.seq_lens + seq))
-        return Place(entries, known.seq_len, rows.page_table + seq.to(gl.int64) * rows.stride_table, end)
+        table = rows.page_table + item.to(gl.int64) * rows.stride_table
+        return Place(table, work.visible, table, work.visible)
 
 
 @gluon.jit
-def load_entries(place, tile):
-    """Load the entries of a tile, -1 after the list's end."""
+def load_entries(program, place, tile):
+    """Load the entries of a tile, -1 after the list's end; or return the positions of its keys."""
     i = tile * TILE + gl.arange(0, TILE, OF_ROWS)
-    return gl.load(place.entries + i, mask=i < place.count, other=-1)
+    if program.config.LISTS:
+        i = gl.load(place.entries + i, mask=i < place.count, other=-1)
+    return i
 
 
 @gluon.jit
@@ -117,15 +124,21 @@ def copy_scales(buffer, source, offsets, seen):
 @gluon.jit
 def copy_quarter(rows, stage, rope, offsets, seen, QUARTER_I: gl.constexpr, WITH_ROPE: gl.constexpr):
     """Begin to copy a quarter of a tile to its stage, and the rope columns if they come with it."""
-    if rows.rope is None:
-        copy_columns(stage, rows.latents, offsets, seen, QUARTER_I * QUARTER)
-        if WITH_ROPE:
-            copy_columns(rope, rows.latents, offsets, seen, 2 * HALF)
-    else:
-        raw = raw_tile(stage, rows.latents.dtype.element_ty).slice(0, TILE)
-        copy_columns(raw, rows.latents, offsets, seen, QUARTER_I * QUARTER)
-        if WITH_ROPE:
+    copy_columns(as_copied(stage, rows.latents), rows.latents, offsets, seen, QUARTER_I * QUARTER)
+    if WITH_ROPE:
+        if rows.rope is None:
+            copy_columns(as_copied(rope, rows.latents), rows.latents, offsets, seen, 2 * HALF)
+        else:
             copy_columns(rope, rows.rope, offsets, seen, 0)
+
+
+@gluon.jit
+def as_copied(stage, source):
+    """Return a stage as what numbers of `source` are copied to: its first half, if they are converted later."""
+    if stage.dtype == source.dtype.element_ty:
+        return stage
+    else:
+        return raw_tile(stage, source.dtype.element_ty).slice(0, TILE)
 
 
 # Of more than 32 rows: two tiles, whose quarters have stages of their own (`memory.Shared`).
@@ -137,10 +150,11 @@ def gather_many(s, rows, program):
     item, known, first = first_sequence(program, program.row_block)
     uses, odd_uses = 0, 0
     while item <= program.part.last_seq:
-        place = place_of(rows, program, known)
-        tile, end = first, first + work_of(program, item, known, first, program.row_block).count
-        keys = find_keys(rows, place, load_entries(place, tile), program.config.PAGE_SIZE)
-        entries = load_entries(place, tile + 1)
+        work = work_of(program, item, known, first, program.row_block)
+        place = place_of(rows, program, item, known, work)
+        tile, end = first, first + work.count
+        keys = find_keys(rows, place, load_entries(program, place, tile), program.config.PAGE_SIZE)
+        entries = load_entries(program, place, tile + 1)
         while tile < end:
             keys, entries = gather_tile(EVEN, s, rows, program, place, keys, entries, tile, uses)
             if tile + 1 < end:
@@ -157,7 +171,7 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     full = s.raw_full if len(s.raw_full) > 0 else s.full
     following = find_keys(rows, place, entries, PAGE_SIZE)
-    entries = load_entries(place, tile + 2)
+    entries = load_entries(program, place, tile + 2)
     offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
     for i in gl.static_range(4):
         wait(s.empty[PARITY * 4 + ORDER[PARITY][i]], use + 1)
@@ -166,11 +180,12 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
         stage, rope = s.kv.index(PARITY * 4 + ORDER[PARITY][i]), s.kv_rope.index(PARITY)
         copy_quarter(rows, stage, rope, offsets, seen, ORDER[PARITY][i], i == 3)
         async_copy.mbarrier_arrive(full[PARITY * 4 + ORDER[PARITY][i]], increment_count=False)
-    hand_over_flags(s.seen[0], PARITY, keys)  # last, as its threads wait for each other
+    if len(s.seen) > 0:
+        hand_over_flags(s.seen[0], PARITY, keys)  # last, as its threads wait for each other
     return following, entries
 
 
-# Of at most 32 rows: one pipeline of quarters (`latents.Latents`).
+# Of at most 32 rows, and for products in fp8: one pipeline of quarters (`latents.Latents`).
 
 
 @gluon.jit
@@ -178,30 +193,31 @@ def gather_latents(latents, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
     quarters = latents.quarters
-    item, known, first = first_sequence(program, 0)
+    item, known, first = first_sequence(program, program.row_block)
     n = 0
     while item <= program.part.last_seq:
-        place = place_of(rows, program, known)
-        count = work_of(program, item, known, first, 0).count
-        keys = find_keys(rows, place, load_entries(place, first), PAGE_SIZE)
-        entries = load_entries(place, first + 1)
-        for tile in range(first, first + count):
+        work = work_of(program, item, known, first, program.row_block)
+        place = place_of(rows, program, item, known, work)
+        keys = find_keys(rows, place, load_entries(program, place, first), PAGE_SIZE)
+        entries = load_entries(program, place, first + 1)
+        for tile in range(first, first + work.count):
             offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
             following = find_keys(rows, place, entries, PAGE_SIZE)
-            entries = load_entries(place, tile + 2)
+            entries = load_entries(program, place, tile + 2)
             for i in gl.static_range(4):
                 stage = quarters.acquire(n + i)
-                full = quarters.full.index(stage)
+                full = quarters.full.index((n + i) % quarters.FULLS)
                 if len(latents.raw_full) > 0:
                     full = latents.raw_full[0].index(stage)
                 if i == 0 and len(latents.scales) > 0:
                     copy_scales(latents.scales[0].index(latents.place_of(n)), rows.scales, offsets, seen)
                 copy_quarter(rows, quarters.tiles.index(stage), latents.rope_of(n), offsets, seen, i, i == 3)
                 async_copy.mbarrier_arrive(full, increment_count=False)
-            hand_over_flags(latents.seen[0], latents.place_of(n), keys)  # last, as its threads wait for each other
+            if len(latents.seen) > 0:
+                hand_over_flags(latents.seen[0], latents.place_of(n), keys)  # last, as its threads wait for each other
             keys = following
             n += 4
-        item, known, first = next_sequence(program, item, 0)
+        item, known, first = next_sequence(program, item, program.row_block)
 
 
 # Records.
