@@ -725,7 +725,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
     for i, result in enumerate(results):
         asked, backends = result["asked"], backends_of(result)
         layers = asked["layers"] or MODELS[asked["model"]][1][2]
-        rounds = [len(each) for of_load in result["loads"].values() for each in of_load.values()]
+        rounds = [len(each) for of_load in result["loads"].values() for each in of_load.values()] or [0]
         counts = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else str(max(rounds))
         rates = " and ".join(f"{rate:.2f}" for rate in as_list(result["saturation"]))
         drafts = (
@@ -736,7 +736,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
             "",
             f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights. "
             f"{asked['requests']:,} requests a trace, {asked['agents']:.0%} of them turns of agents.{drafts} "
-            f"Saturation is {rates} requests a second. Medians of {counts} rounds.",
+            f"Saturation is {rates} requests a second. Medians of {counts} round{'s' * (max(rounds) != 1)}.",
             "",
         ]
         lines += [f"![Tokens per second and tails by load]({plots[i]})", ""] if plots else []
