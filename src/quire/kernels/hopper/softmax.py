@@ -99,9 +99,11 @@ def by_function(scores, pos, products, config):
     # Rows without queries have a head, too: a function may read what is of it.
     q_head = gl.minimum(work.head + own.rows // own.TOKENS, config.NUM_KV_HEADS * config.GROUP - 1)
     token = work.q_start + work.token + own.rows % own.TOKENS
+    low_pos = work.first_pos + work.token
+    span = low_pos, low_pos + own.TOKENS - 1, pos + keys_of(own.cols) - 1
     kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
     for i in gl.static_range(len(scores)):
-        score = config.FUNCTION(scores[i], q_pos, pos + own.cols[i], q_head, kv_head, None, token, extras)
+        score = config.FUNCTION(scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, None, token, extras)
         changed = changed + (score,)
     return changed
 
