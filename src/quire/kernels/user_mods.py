@@ -179,14 +179,17 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
             lines += ["    if span is None:", f"        scores = {changed}", "    else:"]
             lines += [f"        {line}" for line in ("q_low, q_high, last = span", *tile.lines)]
             lines += [f"        known = {tile.scalars}"]
-            lines += [f"        {form} = {serves}" for form, serves in tile.forms]
-            if len(tile.forms) > 1:
-                lines += ["        inside = inside & (flat == False)"]
-            none = " & ".join(f"({form} == False)" for form, _ in tile.forms)
-            for form, _ in tile.forms:
-                lines += [f"        if {form}:"]
-                lines += [f"            scores = {form}_score(scores, {arguments}, known, pos, cols)"]
-            lines += [f"        if {none}:", f"            scores = {changed}"]
+            lines.append("        rest = True")
+            for form, serves in tile.forms:
+                # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
+                indent = "        "
+                if form == "inside":
+                    lines.append(f"{indent}if scores.shape[0] > 16:")
+                    indent += "    "
+                lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
+                lines += [f"{indent}if {form}:"]
+                lines += [f"{indent}    scores = {form}_score(scores, {arguments}, known, pos, cols)"]
+            lines += ["        if rest:", f"            scores = {changed}"]
         else:
             lines.append(f"    scores = {changed}")
     if has_mask:
