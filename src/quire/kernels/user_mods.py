@@ -237,7 +237,9 @@ class Writer:
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
         if form == "inside":
-            lines.append("    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)")
+            lines.append(
+                "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
+            )
         for statement in tree.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 target = statement.targets[0].id
@@ -329,15 +331,13 @@ class Writer:
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             leaf = None if self.tile is None else self.tile.leaves.get(id(index))
             name = ast.unparse(index)
-            is_head = name in OF_HEADS and name not in self.assigned
+            is_in_range = name not in self.assigned and size == str(self.sizes.get(OF_HEADS.get(name, "")))
             if leaf is not None and self.form == "flat":
                 place = f"known[{leaf.number}]"
             elif leaf is not None and leaf.interval.is_exact and leaf.interval.step is not None:
                 place = self.first(index)
                 by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
-            elif leaf is not None and leaf.interval.is_exact:
-                place = self.expression(index)
-            elif is_head and size == str(self.sizes[OF_HEADS[name]]):
+            elif is_in_range or (leaf is not None and leaf.interval.is_exact):
                 place = self.expression(index)
             else:
                 place = f"clamped({self.expression(index)}, {size})"

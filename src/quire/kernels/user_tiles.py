@@ -235,15 +235,17 @@ class Tile:
         exact = all(part.is_exact for part in (first, *others))
         bound = max(part.bound for part in (first, *others))
         if word == "where":
-            (a, b), (never, perhaps) = others, (f"{first.high} == 0", f"{first.low} == 0")
+            a, b = others
             low, high = (
-                f"tl.where({first.low} != 0, {x}, tl.where({never}, {y}, tl.{least}({x}, {y})))"
+                f"tl.where({first.low} != 0, {x}, tl.where({first.high} == 0, {y}, tl.{least}({x}, {y})))"
                 for x, y, least in ((a.low, b.low, "minimum"), (a.high, b.high, "maximum"))
             )
             return Interval(low, high, bound, exact, None)
         if word in ("minimum", "maximum"):
             (b,) = others
-            return Interval(f"tl.{word}({first.low}, {b.low})", f"tl.{word}({first.high}, {b.high})", bound, exact, None)
+            return Interval(
+                f"tl.{word}({first.low}, {b.low})", f"tl.{word}({first.high}, {b.high})", bound, exact, None
+            )
         if word == "abs":
             low = f"tl.maximum(tl.maximum({first.low}, -{first.high}), 0)"
             return Interval(low, f"tl.maximum(-{first.low}, {first.high})", bound, exact, None)

@@ -208,9 +208,7 @@ def fold_latents(
         scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
         kv_head = place.seq * 0
-        scores = T.FUNCTION(
-            scores, q_pos, None, 0, kv_pos, place.head, kv_head, place.seq, place.token, place.extras
-        )
+        scores = T.FUNCTION(scores, q_pos, None, 0, kv_pos, place.head, kv_head, place.seq, place.token, place.extras)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
