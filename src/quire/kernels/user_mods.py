@@ -91,8 +91,8 @@ def floor_modulo(a, b):
 @triton.jit
 def fast_log(x):
     # An instruction, where `tl.log` and `tl.log2` are polynomials. Its absolute error between 0.5 and 2 is 2^-22.
-    log: tl.constexpr = "lg2.approx.f32 $0, $1;"
-    return tl.inline_asm_elementwise(log, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1) * 0.6931471805599453
+    log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return log * 0.6931471805599453
 
 
 @triton.jit
