@@ -480,8 +480,9 @@ class Reader:
             return self.refuse(
                 "negate numbers, and invert bools", shown(node), "write ~ before bools and - before numbers"
             )
-        if found.is_constant and found.kind != "bool":
-            return self.folded(node, OPERATORS[type(node.op)][1], found.value)
+        if found.is_constant:  # of False, ~ is -1
+            invert = operator.not_ if found.kind == "bool" else OPERATORS[type(node.op)][1]
+            return self.folded(node, invert, found.value)
         return Typed(ast.UnaryOp(node.op, found.node), found.kind, found.axes)
 
     def binary(self, node: ast.BinOp) -> Typed:

@@ -207,7 +207,8 @@ def fold_latents(
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
-        scores = T.FUNCTION(scores, q_pos, kv_pos, place.head, place.seq * 0, place.seq, place.token, place.extras)
+        kv_head = place.seq * 0
+        scores = T.FUNCTION(scores, q_pos, None, 0, kv_pos, place.head, kv_head, place.seq, place.token, place.extras)
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
