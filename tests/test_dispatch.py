@@ -72,17 +72,25 @@ def test_a_user_s_own_numbers_come_first_where_they_were_measured(user_files):
     assert constants.constants_of(replace(PROPERTIES, num_sms=2)).name == "nvidia_h200, scaled"
 
 
-def test_numbers_of_another_device_are_scaled_by_its_memory_and_tensor_cores():
+def test_numbers_of_another_device_are_scaled_by_its_memory_and_clock():
     measured = TARGETS["sm90"].properties
-    own, slower = constants.constants_of(measured), replace(measured, memory_gbps=2407, has_wgmma=False)
+    own, slower = constants.constants_of(measured), replace(measured, memory_gbps=2407, clock_mhz=1485)
     assert own.name == "nvidia_h200"
-    scaled = constants.constants_of(slower).kinds["128 2/2"]
+    found = constants.constants_of(slower)
+    assert found.name == "nvidia_h200, scaled"
+    of_memory, of_clock = ("megabyte", "partial_megabyte"), ("item", "tile", "sm_tile", "partial")
     for name, numbers in own.kinds["128 2/2"].items():
-        assert scaled[name].megabyte == pytest.approx(2 * numbers.megabyte, rel=0.01)
-        assert scaled[name].sm_tile == constants.SLOWER_WITHOUT_WGMMA * numbers.sm_tile
-        assert scaled[name]._replace(megabyte=0, partial_megabyte=0, sm_tile=0) == numbers._replace(
-            megabyte=0, partial_megabyte=0, sm_tile=0
-        )
+        for field, value in numbers._asdict().items():
+            factor = 2 if field in of_memory else 4 / 3 if field in of_clock else 1
+            assert getattr(found.kinds["128 2/2"][name], field) == pytest.approx(factor * value, rel=0.01)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_device_has_the_numbers_of_one_that_multiplies_like_it(target):
+    properties = TARGETS[target].properties
+    name = constants.constants_of(properties).name
+    assert name.removesuffix(", scaled") == ("nvidia_h200_sm80" if properties.has_mma_sync else "nvidia_h200")
+    assert name.endswith(", scaled") == (target != "sm90")
 
 
 def test_a_decision_is_kept_until_numbers_are_forgotten(user_files):

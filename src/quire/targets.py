@@ -51,6 +51,7 @@ class Target:
         num_sms: SMs (AMD: compute units).
         shared_memory: bytes that one program may use.
         memory_gbps: GB that memory delivers per second.
+        clock_mhz: MHz of an SM's fastest clock.
         max_warps: warps that an SM holds at once; NVIDIA only, like the next.
         max_programs: programs that an SM holds at once.
         host: the GPU that runs its code, where that is another; see `running`.
@@ -61,6 +62,7 @@ class Target:
     num_sms: int
     shared_memory: int
     memory_gbps: int
+    clock_mhz: int
     max_warps: int = 0
     max_programs: int = 0
     host: "Target | None" = None
@@ -81,7 +83,7 @@ class Target:
     @property
     def properties(self) -> DeviceProperties:
         """The properties that a plan for this GPU sees."""
-        return properties_of(self.gpu, self.num_sms, self.shared_memory, self.memory_gbps)
+        return properties_of(self.gpu, self.num_sms, self.shared_memory, self.memory_gbps, self.clock_mhz)
 
 
 def title_of(device: str, card: str | None) -> str:
@@ -93,15 +95,15 @@ def title_of(device: str, card: str | None) -> str:
 TARGETS = {
     t.name: t
     for t in (
-        Target("sm80", GPUTarget("cuda", 80, 32), 108, OLDER_CARDS["sm80"], 2040, 64, 32),  # A100
-        Target("sm86", GPUTarget("cuda", 86, 32), 84, OLDER_CARDS["sm86"], 696, 48, 16),  # A40
-        Target("sm89", GPUTarget("cuda", 89, 32), 142, OLDER_CARDS["sm89"], 864, 48, 24),  # L40S
-        Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 4800, 64, 32),  # H200; an H100 has 3350 GB/s
-        Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 8000, 64, 32),  # B200
-        Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 1790, 48, 24),  # RTX PRO 6000
-        Target("gfx90a", GPUTarget("hip", "gfx90a", 64), 104, 64 * KB, 1600),  # MI250, one die
-        Target("gfx942", GPUTarget("hip", "gfx942", 64), 304, 64 * KB, 5300),  # MI300X
-        Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB, 8000),  # MI355X
+        Target("sm80", GPUTarget("cuda", 80, 32), 108, OLDER_CARDS["sm80"], 2040, 1410, 64, 32),  # A100
+        Target("sm86", GPUTarget("cuda", 86, 32), 84, OLDER_CARDS["sm86"], 696, 1740, 48, 16),  # A40
+        Target("sm89", GPUTarget("cuda", 89, 32), 142, OLDER_CARDS["sm89"], 864, 2520, 48, 24),  # L40S
+        Target("sm90", GPUTarget("cuda", 90, 32), 132, 227 * KB, 4800, 1980, 64, 32),  # H200; an H100 has 3350 GB/s
+        Target("sm100", GPUTarget("cuda", 100, 32), 148, 227 * KB, 8000, 1965, 64, 32),  # B200
+        Target("sm120", GPUTarget("cuda", 120, 32), 188, 99 * KB, 1790, 2617, 48, 24),  # RTX PRO 6000
+        Target("gfx90a", GPUTarget("hip", "gfx90a", 64), 104, 64 * KB, 1600, 1700),  # MI250, one die
+        Target("gfx942", GPUTarget("hip", "gfx942", 64), 304, 64 * KB, 5300, 2100),  # MI300X
+        Target("gfx950", GPUTarget("hip", "gfx950", 64), 256, 160 * KB, 8000, 2400),  # MI355X
     )
 }
 
@@ -132,8 +134,9 @@ def this_gpu() -> Target:
     gpu = triton_internals.current_target()
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     max_warps = properties.max_threads_per_multi_processor // gpu.warp_size
-    memory_gbps = triton_internals.memory_gbps(torch.cuda.current_device())
-    return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, memory_gbps, max_warps, 32)
+    index = torch.cuda.current_device()
+    speeds = triton_internals.memory_gbps(index), triton_internals.clock_mhz(index)
+    return Target(properties.name, gpu, properties.multi_processor_count, shared_memory, *speeds, max_warps, 32)
 
 
 @dataclass(frozen=True)

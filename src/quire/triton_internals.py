@@ -68,6 +68,12 @@ def memory_gbps(index: int) -> int:
     return round(get_dram_gbps(index))
 
 
+def clock_mhz(index: int) -> int:
+    """Return the MHz of a GPU's fastest clock of SMs."""
+    active: Any = driver.active
+    return round(active.utils.get_device_properties(index)["sm_clock_rate"] / 1e3)
+
+
 class StubDriver:
     """A driver of Triton that names a target and launches nothing.
 

@@ -27,18 +27,19 @@ PROMPT = Launch(SPEC, 2, 64, 128, 128)
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_plans_see_the_features_and_shared_memory_of_the_card_and_the_sms_and_memory_of_the_gpu(card):
+def test_plans_see_the_features_and_shared_memory_of_the_card_and_the_sms_and_speeds_of_the_gpu(card):
     host, own, seen = HOST.properties, TARGETS[card].properties, HOST.running(card).properties
-    assert (seen.num_sms, seen.memory_gbps) == (host.num_sms, host.memory_gbps)
-    assert replace(seen, num_sms=own.num_sms, memory_gbps=own.memory_gbps) == own
+    of_gpu = ("num_sms", "memory_gbps", "clock_mhz")
+    assert all(getattr(seen, name) == getattr(host, name) for name in of_gpu)
+    assert replace(seen, **{name: getattr(own, name) for name in of_gpu}) == own
     assert not (seen.has_wgmma or seen.supports_pdl) and seen.shared_memory < host.shared_memory
     assert seen.native_fp8 == (card == "sm89")
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_numbers_that_were_fitted_to_the_gpu_are_scaled(card):
+def test_cards_have_the_numbers_of_sm80_s_code():
+    names = [constants_of(HOST.running(card).properties).name for card in CARDS]
+    assert names == ["nvidia_h200_sm80"] + ["nvidia_h200_sm80, scaled"] * 2
     assert constants_of(HOST.properties).name == "nvidia_h200"
-    assert constants_of(HOST.running(card).properties).name == "nvidia_h200, scaled"
 
 
 def test_a_decision_for_the_gpu_is_none_for_the_card():
@@ -101,6 +102,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         monkeypatch.setattr(internals, "memory_gbps", lambda index: target.memory_gbps)
+        monkeypatch.setattr(internals, "clock_mhz", lambda index: target.clock_mhz)
         return internals.driven_by(internals.StubDriver("gpu", target.gpu))
 
     return install

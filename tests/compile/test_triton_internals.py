@@ -141,6 +141,11 @@ def test_the_memory_of_a_gpu_is_as_fast_as_its_driver_says(driven):
     assert internals.memory_gbps(0) == 2048
 
 
+def test_the_clock_of_a_gpu_is_the_fastest_one_that_its_driver_names(driven):
+    driven.utils = SimpleNamespace(get_device_properties=lambda index: {"sm_clock_rate": 1_980_000})  # kHz
+    assert internals.clock_mhz(0) == 1980
+
+
 def test_it_is_known_whether_the_interpreter_runs_kernels():
     assert internals.interprets() is False
 

@@ -52,6 +52,20 @@ def test_heads_in_panels_of_as_many_columns_as_rows(
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("scale", [0.25, 4.0, 10.0, 30.0])
+def test_rows_keep_their_maxima_in_full_tiles(scale, window, num_splits, device, assert_within_budget):
+    """With large scales, scores of full tiles are 2^60 or 2^128 times those of the tiles before, or more."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    heads = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 16}
+    spec = quire.AttentionSpec(**heads, dtype=dtype, softmax_scale=scale, sliding_window=window, sinks=True)
+    p = make_problem(spec, ((40, 900), (0, 7), (1, 340), (20, 20)), device=device)
+    config = KernelConfig(64, 16, 4, 2, True, programs_per_sm=1, block_d=16, block_dv=16)
+    plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=config, kernel="portable")
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True))
+
+
 def test_panels_have_at_most_as_many_columns_as_asked():
     from quire.kernels.panels import panel_widths
 

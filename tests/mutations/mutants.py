@@ -6,6 +6,7 @@ ATTENTION = "kernels/test_attention.py::test_"
 LATENT = "kernels/test_write_latent.py"
 MLA = "kernels/test_mla.py::test_"
 COPY, WRITE, MERGE = "kernels/test_copy.py", "kernels/test_write.py", "kernels/test_merge.py"
+KEPT = "kernels/test_mma_sync.py::test_rows_keep_their_maxima_in_full_tiles"
 FULL_TILES = ATTENTION + "full_tiles_in_a_loop_without_masks"
 BAD_INPUT = "test_bad_input.py::test_"
 INTERVALS, TREES = "kernels/test_intervals.py::test_", "kernels/test_draft_trees.py::test_"
@@ -279,6 +280,18 @@ IN_INTERPRETER = {
         "begin, end = 1, 1 + num_before + stop - full_stop",
         "begin, end = 1, num_before + stop - full_stop",
         ATTENTION + "features[causal-1]",
+    ),
+    "sums too large go unnoticed": Mutant(
+        "kernels/states.py",
+        "tl.max(l_i, 0) > MOST_SUM",
+        "tl.max(l_i, 0) < 0",
+        KEPT + "[10.0-None-1]",
+    ),
+    "rows without a maximum keep it": Mutant(
+        "kernels/portable/kernel.py",
+        "tl.where(has_after | has_before, full_start",
+        "tl.where(start <= stop, full_start",
+        ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]",
     ),
     "a partial forgotten": Mutant(
         "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"

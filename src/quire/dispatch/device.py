@@ -36,6 +36,7 @@ class DeviceProperties:
         supports_pdl: programmatic dependent launch: a kernel may start while the previous one in the stream drains.
         has_mfma: AMD's matrix instructions; the compiler takes their size, and waves per SIMD, as hints.
         memory_gbps: GB that memory delivers per second, by its clock and the width of its bus; 0 where that is unknown.
+        clock_mhz: MHz of an SM's fastest clock; 0 where that is unknown.
     """
 
     num_sms: int
@@ -47,6 +48,7 @@ class DeviceProperties:
     supports_pdl: bool
     has_mfma: bool
     memory_gbps: int = 0
+    clock_mhz: int = 0
 
     @property
     def alike_rows(self) -> int:
@@ -140,15 +142,16 @@ def _read(device: torch.device) -> DeviceProperties:
     """Read a device's properties from its driver, once."""
     if device.type != "cuda":
         return INTERPRETER
-    from quire.triton_internals import current_target, memory_gbps
+    from quire.triton_internals import clock_mhz, current_target, memory_gbps
 
     properties = torch.cuda.get_device_properties(device)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     with torch.cuda.device(device):
-        target, gbps = current_target(), memory_gbps(torch.cuda.current_device())
+        target, index = current_target(), torch.cuda.current_device()
+        gbps, mhz = memory_gbps(index), clock_mhz(index)
     if card := card_in_place_of(target):
         target, shared_memory = older_card(card, target, shared_memory)
-    return properties_of(target, properties.multi_processor_count, shared_memory, gbps)
+    return properties_of(target, properties.multi_processor_count, shared_memory, gbps, mhz)
 
 
 def card_in_place_of(target: Any) -> str | None:
@@ -188,7 +191,9 @@ def older_card(card: str, target: Any, shared_memory: int, argument: str = OVERR
     return replace(target, arch=int(card[2:])), OLDER_CARDS[card]
 
 
-def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: int = 0) -> DeviceProperties:
+def properties_of(
+    target: Any, num_sms: int, shared_memory: int, memory_gbps: int = 0, clock_mhz: int = 0
+) -> DeviceProperties:
     """Combine what a device reports with what Triton's compiler says of its target.
 
     Args:
@@ -196,6 +201,7 @@ def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: in
         num_sms: of the device.
         shared_memory: bytes that one program may use.
         memory_gbps: GB that memory delivers per second.
+        clock_mhz: MHz of an SM's fastest clock.
     """
     from quire.triton_internals import backend_options
 
@@ -210,4 +216,5 @@ def properties_of(target: Any, num_sms: int, shared_memory: int, memory_gbps: in
         supports_pdl=hasattr(options, "launch_pdl") and target.arch >= 90,
         has_mfma=target.backend == "hip" and target.warp_size == 64,
         memory_gbps=memory_gbps,
+        clock_mhz=clock_mhz,
     )

@@ -146,9 +146,12 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
         of_kind: the numbers of the variants of its kind of spec, where they are known.
     """
     time = micros(work_of(launch, lens), numbers_of(launch, name, of_kind))
-    if getattr(launch, "decode", None) is not None:  # which runs at the same time
-        decoding = tuple(each for each in lens if each[0] <= launch.decode.max_decode_queries)
-        time = max(time, predicted(launch.decode, decoding)) if decoding else time
+    decode = getattr(launch, "decode", None)
+    if decode is not None:
+        decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
+        after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
+        # Without programmatic launch, it begins when the first one has ended.
+        time = max(time, after) if launch.request.device.supports_pdl else time + after
     return time
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from quire.kernels.codes import each_of, queries_for_codes, scores_of_codes, times_block_scales, weighted_step
 from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
-from quire.kernels.states import encode, softmax_step
+from quire.kernels.states import encode, kept_step, softmax_step
 
 
 class Tiling(NamedTuple):
@@ -252,8 +252,11 @@ def find_pages(row, pos, kv_start, kv_stop, PAGE_SIZE: tl.constexpr, BLOCK_N: tl
     """Return the page of each key of the tile that begins at position `pos`; 0 outside [kv_start, kv_stop).
 
     `row` is from `table_row`. Kernels call this for the next tile, so that the loads of K and V do not wait for it.
+    Of a full tile, kv_start and kv_stop are None.
     """
-    if PAGE_SIZE % BLOCK_N == 0:  # the tile is in one page
+    if kv_start is None:
+        return tl.load(row + (pos if PAGE_SIZE % BLOCK_N == 0 else pos + tl.arange(0, BLOCK_N)) // PAGE_SIZE)
+    elif PAGE_SIZE % BLOCK_N == 0:  # the tile is in one page
         return tl.load(row + pos // PAGE_SIZE, mask=pos < kv_stop, other=0)
     else:
         kv_pos = pos + tl.arange(0, BLOCK_N)
@@ -320,7 +323,9 @@ def scale_to_float16(q):
 
 
 @triton.jit
-def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED: tl.constexpr):
+def attend_tile(
+    acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED: tl.constexpr, KEPT: tl.constexpr = False
+):
     """Fold the tile of keys that begins at position `pos` into the state.
 
     Args:
@@ -331,6 +336,7 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         inputs: Inputs.
         T: Tiling.
         MASKED: false where every row sees every key of the tile.
+        KEPT: rows keep their maxima, as `kept_step` says.
     """
     q, rows, sight, slopes, keys, seq, _ = block
     cache, kv, kv_head, scoring = inputs.cache, inputs.kv, inputs.kv_head, inputs.scoring
@@ -406,6 +412,8 @@ def attend_tile(acc, m_i, l_i, page, pos, block, inputs, T: tl.constexpr, MASKED
         scores = tl.where(visible, scores, float("-inf"))
     if T.FORMAT is not None and T.TOKEN_SCALES:
         acc, m_i, l_i = weighted_step(acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.INPUT_PRECISION)
+    elif KEPT:
+        acc, m_i, l_i = kept_step(acc, m_i, l_i, scores, v, scoring.exponent_scale, T.INPUT_PRECISION)
     else:
         acc, m_i, l_i = softmax_step(
             acc, m_i, l_i, scores, v, v_scale, scoring.exponent_scale, T.PACKED_FP8, T.INPUT_PRECISION

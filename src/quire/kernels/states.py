@@ -17,6 +17,7 @@ from quire.kernels.panels import num_panels, panel_width
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+MOST_SUM = tl.constexpr(2.0**60)  # of a row over keys with which its maximum is kept; times a value, below 2^127
 
 
 class Outputs(NamedTuple):
@@ -75,9 +76,35 @@ def softmax_step(
 
 
 @triton.jit
+def kept_step(acc, m_i, l_i, scores, v, exponent_scale, INPUT_PRECISION: tl.constexpr):
+    """Do what `softmax_step` does, but let rows keep the maxima that they have: exponents may be above 0.
+
+    So nothing is compared and nothing rescaled. Numbers have the range of float32 here. The caller asks `is_too_large`
+    afterwards.
+    """
+    p = tl.exp2(scores * exponent_scale - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
+    l_i = add_sums(l_i, None, p)
+    p = p.to(v[0].dtype)
+    new_acc = ()
+    for i in tl.static_range(len(acc)):
+        new_acc = new_acc + (add_product(acc[i], None, p, v[i], INPUT_PRECISION),)
+    return new_acc, m_i, l_i
+
+
+@triton.jit
+def is_too_large(l_i):
+    """Return whether any row's sum is so much above its maximum that its results may be inexact or infinite."""
+    if len(l_i.shape) == 2:
+        l_i = tl.max(l_i, 1)
+    return tl.max(l_i, 0) > MOST_SUM
+
+
+@triton.jit
 def add_sums(l_i, alpha, p):
     """Return the sums of each row, times its alpha, plus those of p [M, N]; l_i is as in `empty_state`."""
-    if len(l_i.shape) == 1:
+    if alpha is None:  # 1
+        return l_i + (tl.sum(p, 1) if len(l_i.shape) == 1 else sums_of_columns(p, l_i.shape[1]))
+    elif len(l_i.shape) == 1:
         return l_i * alpha + tl.sum(p, 1)
     elif l_i.shape[1] == num_sums(p.shape[1]):
         return l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
@@ -94,8 +121,14 @@ def add_product(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
     """
     if v.dtype == tl.float32 and INPUT_PRECISION == "ieee":
         product = tl.dot(p, v, input_precision=INPUT_PRECISION)
-        return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)
-    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+        if alpha is None:  # 1
+            return acc + product
+        else:
+            return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)
+    elif alpha is None:
+        return tl.dot(p, v, acc, input_precision=INPUT_PRECISION)
+    else:
+        return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
 
 
 @triton.constexpr_function

@@ -33,7 +33,8 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     """Return lengths that a batch may have whose bounds alone are known, and how much each counts.
 
     All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
-    and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode.
+    and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode
+    and one of what is left.
     """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
@@ -42,9 +43,10 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     if request.is_ragged:
         own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
         long = max(1, min(num_seqs, round((tokens - num_seqs) / max(1, queries - 1))))  # if others have one query each
-        rest = max(1, (tokens - long * queries) // max(1, num_seqs - long))
+        decoding = max(0, num_seqs - long - 1)
+        rest = max(1, min(queries, tokens - long * queries - decoding))  # of a shorter chunk
         found = [
-            (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long))),
+            (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long - decoding), (1, keys, decoding))),
             (RAGGED, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
             (SKEWED, ((queries, keys, 1), (own, max(own, keys // 16), others))),
         ]

@@ -2,7 +2,7 @@
 
 `quire tune fit` writes a file: what it was fitted on, the properties of that device, and for each kind of spec and each
 variant the `predict.Numbers`. The user's files come before the shipped ones. A device that none was fitted on has the
-numbers of the first one, scaled by what its properties say (`scaled`).
+numbers of the shipped one whose features are most like its own, scaled by what its properties say (`scaled`).
 
 Nothing is read at import. A shipped file is trusted; the tests check it. A user's file that is not sound is left out,
 with a warning that names the file.
@@ -25,7 +25,7 @@ from quire.dispatch.predict import Numbers
 VARIABLE = "QUIRE_CONSTANTS"  # names the folder of the user's files
 USER_FILES = f"${VARIABLE}, $XDG_CONFIG_HOME/quire/constants or ~/.config/quire/constants"  # the first that there is
 PACKAGE = "quire.dispatch.constants"
-SHIPPED = "nvidia_h200"  # whose numbers are scaled for devices that have none
+SPEEDS = "memory_gbps", "clock_mhz"  # which may differ by a tenth, as between cards of one kind
 SLOWER_WITHOUT_WGMMA = 2.0  # how many times as long an SM multiplies a tile
 CHOICES: list[Any] = []  # functions that cache what is chosen by these numbers, for `forget`
 
@@ -51,39 +51,52 @@ def constants_of(device: DeviceProperties) -> Constants:
     for name, file in (*user_files(), *shipped_files()):
         if are_like(file["properties"], device):
             return Constants(name, read_numbers(file), factors_of(file))
-    file = load(SHIPPED)
+    name, file = min(shipped_files(), key=lambda shipped: unlike(DeviceProperties(**shipped[1]["properties"]), device))
     fitted = DeviceProperties(**file["properties"])
     kinds = read_numbers(file)
     return Constants(
-        f"{SHIPPED}, scaled",
+        f"{name}, scaled",
         {kind: {name: scaled(own, fitted, device) for name, own in of.items()} for kind, of in kinds.items()},
         factors_of(file),
     )
+
+
+def unlike(fitted: DeviceProperties, device: DeviceProperties) -> tuple[bool, int]:
+    """Return how much the features of two devices differ: first in how they multiply, then in how many features."""
+    of_fitted, of_device = asdict(fitted), asdict(device)
+    features = [name for name, value in of_device.items() if isinstance(value, bool)]
+    count = sum(of_fitted[name] != of_device[name] for name in features)
+    return fitted.has_mma_sync != device.has_mma_sync, count
 
 
 def scaled(numbers: Numbers, fitted: DeviceProperties, device: DeviceProperties) -> Numbers:
     """Return numbers for another device than that on which they were fitted.
 
     Bytes take as much longer as memory is slower; where its speed is unknown, each SM is taken to have as much of it.
-    Products take SLOWER_WITHOUT_WGMMA times as long on an SM that lacks what the other has. Latencies are the same.
+    An SM takes as many cycles, but SLOWER_WITHOUT_WGMMA times as many for products if it lacks what the other has.
+    Launches take as long.
     """
     if device.memory_gbps and fitted.memory_gbps:
         slower = fitted.memory_gbps / device.memory_gbps
     else:
         slower = fitted.num_sms / device.num_sms
     products = SLOWER_WITHOUT_WGMMA if fitted.has_wgmma and not device.has_wgmma else 1.0
+    cycle = fitted.clock_mhz / device.clock_mhz if fitted.clock_mhz and device.clock_mhz else 1.0
     return numbers._replace(
+        item=numbers.item * cycle,
+        tile=numbers.tile * cycle,
+        sm_tile=numbers.sm_tile * cycle * products,
         megabyte=numbers.megabyte * slower,
+        partial=numbers.partial * cycle,
         partial_megabyte=numbers.partial_megabyte * slower,
-        sm_tile=numbers.sm_tile * products,
     )
 
 
 def are_like(fitted: dict[str, Any], device: DeviceProperties) -> bool:
-    """Whether a file's properties are those of a device. Memory may differ by a tenth, as between cards of one kind."""
+    """Whether a file's properties are those of a device, but for its speeds, which may differ by a tenth."""
     has = asdict(device)
-    is_like = 10 * abs(has["memory_gbps"] - fitted["memory_gbps"]) <= fitted["memory_gbps"]
-    return is_like and fitted | {"memory_gbps": has["memory_gbps"]} == has
+    is_like = all(10 * abs(has[name] - fitted[name]) <= fitted[name] for name in SPEEDS if name in fitted)
+    return is_like and fitted | {name: has[name] for name in SPEEDS} == has
 
 
 def read_numbers(file: dict[str, Any]) -> dict[str, dict[str, Numbers]]:
@@ -204,7 +217,7 @@ def check(file: object) -> None:
     if not isinstance(file, dict) or not set(parts) <= file.keys():
         raise ValueError(f"{shown(file)} where an object with {', '.join(parts)} is expected")
     names = {field.name for field in fields(DeviceProperties)}
-    if not isinstance(file["properties"], dict) or file["properties"].keys() != names:
+    if not isinstance(file["properties"], dict) or file["properties"].keys() | {"clock_mhz"} != names:
         raise ValueError(f"{shown(file['properties'])} at properties, which must have {', '.join(sorted(names))}")
     if not isinstance(file["kinds"], dict):
         raise ValueError(f"{shown(file['kinds'])} at kinds, which must be an object")

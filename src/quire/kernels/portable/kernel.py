@@ -59,7 +59,17 @@ from quire.kernels.schedule import (
     span,
     units_here,
 )
-from quire.kernels.states import LOG2E, Outputs, empty_state, fold_split, groups_of, num_sums, store_result, total
+from quire.kernels.states import (
+    LOG2E,
+    Outputs,
+    empty_state,
+    fold_split,
+    groups_of,
+    is_too_large,
+    num_sums,
+    store_result,
+    total,
+)
 
 
 class Form(NamedTuple):
@@ -71,6 +81,7 @@ class Form(NamedTuple):
     FIXED_SPLIT: Any  # keys of a split, a multiple of BLOCK_N; 0 where the keys are not split
     SUMS: Any  # of each row, as `empty_state` has them
     BOUNDS: Any  # jit function of a mask's bounds, or None
+    KEEPS: Any  # rows keep their maxima in full tiles, as `kept_step` says
 
 
 class Share(NamedTuple):
@@ -129,7 +140,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
     """
     EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)  # numbers in a stored element of values
-    IN_ORDER: tl.constexpr = F.PARTITIONED or F.FIXED_SPLIT > 0  # of keys
+    IN_ORDER: tl.constexpr = (F.PARTITIONED and not F.KEEPS) or F.FIXED_SPLIT > 0  # of keys
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
     rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
@@ -157,18 +168,27 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     keys = Keys(table_row(kv, seq, inputs.stride_table), kv_start, kv_stop)
 
     # Every row sees every key of a full tile, so full tiles need no masks. The other tiles are at the two edges. A
-    # softmax may take tiles in any order, and then full tiles come first. A fold of splits may not, nor does a program
-    # that has partitions: they have a full-tile loop if the first tiles are full.
+    # softmax may take tiles in any order, and then full tiles come first, or last if rows then keep their maxima. A
+    # fold of splits may not, nor does a program that has partitions: they have a full-tile loop if the first tiles are
+    # full.
     full_start, full_stop = start, start
     if F.FULL_TILE_LOOP:
         full_start = tl.minimum(tl.maximum(tl.cdiv(full_from, T.BLOCK_N), start), stop)
         full_stop = tl.maximum(tl.minimum(full_to // T.BLOCK_N, stop), full_start)
-        if IN_ORDER:
-            pays = full_start == start
+        if F.KEEPS:  # each row has a maximum from tiles at the one end or the other, or else from the first full one
+            has_after = (full_stop < stop) & (full_to > full_stop * T.BLOCK_N)
+            has_before = (full_start > start) & (full_from < full_start * T.BLOCK_N)
+            full_start = tl.where(has_after | has_before, full_start, tl.minimum(full_start + 1, full_stop))
+        if IN_ORDER or F.PARTITIONED:
+            pays = (full_start == start) | (not IN_ORDER)
             if F.PARTITIONED:  # most tiles of a long partition are full
                 pays = pays & (stop - start > F.FULL_TILE_LOOP_MIN_TILES)
-            full_start, full_stop = start, tl.where(pays, full_stop, start)
-    page = pages_of_tile(keys, full_start, T)  # in flight while the queries are loaded
+            full_start = tl.where(pays, full_start, start)
+            full_stop = tl.where(pays, full_stop, start)
+    first = full_start
+    if F.KEEPS:
+        first = tl.where(full_start > start, start, full_stop)
+    page = pages_of_tile(keys, first, T)  # in flight while the queries are loaded
 
     q = load_queries(inputs, rows, T)
     slopes = None
@@ -191,27 +211,75 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if T.FORMAT is not None:
         acc = empty_sums(acc, l_i, T)
     l_i += poison
+    tiles = start, stop, full_start, full_stop
+    if not F.KEEPS:
+        FIRST: tl.constexpr = 0 if F.FULL_TILE_LOOP else 1
+        acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, FIRST, 2, T, F, P)
+    else:
+        again = start <= stop
+        while again:
+            tiles = start, stop, full_start, full_stop
+            acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
+            l_i += poison
+            acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, 1, 2, T, F, P)
+            again = full_start < full_stop
+            if again:
+                page = pages_of_tile(keys, full_start, T)
+                acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, 0, 1, T, F, P)
+                again = is_too_large(l_i)
+                full_start, full_stop = start, start  # once more, if need be, without a full tile
+                page = pages_of_tile(keys, start, T)
+    if T.FORMAT is not None and F.FIXED_SPLIT == 0:
+        acc = finish_codes(acc, T)
+    if F.SUMS > 1 and F.FIXED_SPLIT == 0:
+        l_i = tl.sum(l_i, 1)
+    return rows, following, acc, m_i, l_i
+
+
+@triton.jit
+def attend_tiles(
+    acc, m_i, l_i, page, tiles, poison, block, inputs, share, FIRST: tl.constexpr, LAST: tl.constexpr, T: tl.constexpr,
+    F: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles into a state: full ones if FIRST is 0, and those with masks if LAST is 2.
+
+    Args:
+        acc, m_i, l_i: the state.
+        page: page of each key of the first tile.
+        tiles: the first tile of the row block, the one after its last, and the same of full ones.
+        poison: what sums begin with.
+        block, inputs, share, FIRST, LAST, T, F, P: as `attend` has them.
+    """
+    start, stop, full_start, full_stop = tiles
+    keys = block.keys
+    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
+    IN_ORDER: tl.constexpr = (F.PARTITIONED and not F.KEEPS) or F.FIXED_SPLIT > 0
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
         whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST)
         whole_l += poison
-    for masked in tl.static_range(0 if F.FULL_TILE_LOOP else 1, 2):
+    for masked in tl.static_range(FIRST, LAST):
         num_before = full_start - start
         tile, begin, end = full_start, full_start, full_stop
         if masked and IN_ORDER:
             begin, end = full_stop, stop
         elif masked:  # tiles at the one end, then those at the other
             begin, end = 1, 1 + num_before + stop - full_stop
-            if F.FULL_TILE_LOOP:
-                tile = tl.where(num_before > 0, start, full_stop)
-                page = pages_of_tile(keys, tile, T)
+            tile = tl.where(num_before > 0, start, full_stop)
+        if masked and FIRST == 0 and not IN_ORDER:  # the second loop
+            page = pages_of_tile(keys, tile, T)
         for i in tl.range(begin, end):
             if masked and not IN_ORDER:
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            next_page = pages_of_tile(keys, next_tile, T)
-            acc, m_i, l_i = attend_tile(acc, m_i, l_i, page, tile * T.BLOCK_N, block, inputs, T, masked)
+            if masked or IN_ORDER:
+                next_page = pages_of_tile(keys, next_tile, T)
+            else:  # of another full tile, or of this one
+                next_page = pages_of_tile(Keys(keys.table, None, None), tl.minimum(next_tile, end - 1), T)
+            acc, m_i, l_i = attend_tile(
+                acc, m_i, l_i, page, tile * T.BLOCK_N, block, inputs, T, masked, F.KEEPS and not masked
+            )
             if F.FIXED_SPLIT > 0:
                 TILES: tl.constexpr = F.FIXED_SPLIT // T.BLOCK_N
                 if ((tile + 1) % TILES == 0) | (tile == stop - 1):
@@ -229,12 +297,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
                     l_i += poison
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
-        return rows, following, whole_acc, whole_m, whole_l
-    if T.FORMAT is not None:
-        acc = finish_codes(acc, T)
-    if F.SUMS > 1:
-        l_i = tl.sum(l_i, 1)
-    return rows, following, acc, m_i, l_i
+        return whole_acc, whole_m, whole_l
+    return acc, m_i, l_i
 
 
 @triton.jit(
@@ -291,9 +355,17 @@ def portable_kernel(
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.
     COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
+    # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
+    # sequences have one row block, memory is the limit, and two loops load less ahead than one.
+    IS_BARE: tl.constexpr = (
+        SCORE_MOD is None and FUNCTION is None and FORMAT is None and not (PACKED_FP8 or TOKEN_SCALES)
+    )
+    KEEPS: tl.constexpr = (
+        FULL_TILE_LOOP and MULTI_BLOCK and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
+    )
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
-        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS,
+        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS,
     )  # fmt: skip
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS

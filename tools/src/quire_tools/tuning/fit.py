@@ -23,9 +23,9 @@ import numpy as np
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
 from quire.dispatch.request import Options
-from quire.kernels.choose import family_of, kind_of, like, variants
+from quire.kernels.choose import family_of, kind_of, like, variant_of, variants
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.work import guess, scenarios, work_of
+from quire.kernels.work import Lens, guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
 from quire_tools.tuning.timing import HALF, candidates
 
@@ -50,6 +50,8 @@ class Seen:
             times tell what an item costs.
         is_rough: whether it was found hopeless, and its time is rough.
         over_best: its time over that of the best variant of the case.
+        after: the portable kernel's launch for decoding sequences, which follows; such a variant has the numbers of one
+            without, and is judged, not fitted.
     """
 
     variant: str
@@ -60,6 +62,7 @@ class Seen:
     is_variant: bool = True
     is_rough: bool = False
     over_best: float = 1.0
+    after: "Seen | None" = None
 
 
 @dataclass(frozen=True)
@@ -148,10 +151,25 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
             launch = replace(launch, num_partitions=result["partitions"])
         bounded = tuple((share, work_of(launch, some)) for share, some in may_be)
         is_variant, is_rough = name in may_be_chosen, "rough" in result
-        found.append(Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough))
+        seen = Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough)
+        if isinstance(launch, PortableLaunch) and launch.decode is not None:
+            seen = replace(seen, after=after(launch.decode, lens, may_be))
+        found.append(seen)
     now, kind = times.get("now", {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
     best = min((seen.micros for seen in found if seen.is_variant), default=0.0)
     return Timed(case, kind, tuple(replace(s, over_best=s.micros / best) for s in found), now) if best else None
+
+
+def after(decode: PortableLaunch, lens: Lens, may_be: list[tuple[float, Lens]]) -> Seen:
+    """Return the launch for decoding sequences of a batch that has some lengths, or may have others."""
+
+    def work(lens: Lens) -> Work:
+        decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
+        return work_of(decode, decoding) if decoding else Work(1, 1, 0, 0, 0, 0, 0)
+
+    return Seen(
+        variant_of(decode), work(lens), tuple((share, work(some)) for share, some in may_be), 0.0, guess(decode)
+    )
 
 
 def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -268,7 +286,7 @@ def fit_all(timed: Sequence[Timed]) -> Fitted:
     by_width: dict[tuple[str, str], list[Seen]] = defaultdict(list)
     by_kind: dict[tuple[str, str], list[Seen]] = defaultdict(list)
     for each in timed:
-        for seen in each.seen:
+        for seen in (seen for seen in each.seen if seen.after is None):
             family = family_of(seen.variant)
             by_family[family].append(seen)
             by_width[each.kind.removesuffix(" invariant"), family].append(seen)
@@ -296,7 +314,7 @@ def fit_all(timed: Sequence[Timed]) -> Fitted:
 
 def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.ndarray]) -> dict[str, Numbers]:
     """Fit the numbers of each variant of a kind of spec, together."""
-    seen = [(number, each) for number, case in enumerate(timed) for each in case.seen]
+    seen = [(number, each) for number, case in enumerate(timed) for each in case.seen if each.after is None]
     guesses = {each.variant: each.guess for _, each in seen}
     names = sorted(guesses)
     rows = rows_of([each for _, each in seen], [names.index(each.variant) for _, each in seen], [n for n, _ in seen])
@@ -308,9 +326,17 @@ def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.
 def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
     """Return the numbers of a variant, of one like it, or a guess times the factors of those that are used alike."""
     of_kind = fitted.kinds.get(kind, {})
-    own = of_kind.get(seen.variant) or like(seen.variant, of_kind)
-    factors = fitted.factors.get(family_of(seen.variant))
+    name = seen.variant.replace("mixed", "whole")
+    own = of_kind.get(name) or like(name, of_kind)
+    factors = fitted.factors.get(family_of(name))
     return own or (seen.guess if factors is None else times(seen.guess, factors))
+
+
+def time_of(fitted: Fitted, kind: str, seen: Seen, scenario: int | None = None) -> float:
+    """Return the predicted time of a variant; for the lengths of a scenario, where one is given."""
+    work = seen.work if scenario is None else seen.bounded[scenario][1]
+    time = micros(work, numbers_of(fitted, kind, seen))
+    return time if seen.after is None else time + time_of(fitted, kind, seen.after, scenario)
 
 
 @dataclass(frozen=True)
@@ -334,14 +360,13 @@ def judge(fitted: Fitted, timed: Sequence[Timed]) -> list[Judged]:
     """Judge what is chosen by the bounds of each case, and what is predicted by its lengths."""
     found: list[Judged] = []
     for each in timed:
-        known = {seen: numbers_of(fitted, each.kind, seen) for seen in each.variants}
-        cost = dict.fromkeys(known, 0.0)
+        cost = dict.fromkeys(each.variants, 0.0)
         for i, (share, _) in enumerate(each.variants[0].bounded):
-            taken = {seen: micros(seen.bounded[i][1], numbers) for seen, numbers in known.items()}
+            taken = {seen: time_of(fitted, each.kind, seen, i) for seen in cost}
             for seen, time in taken.items():
                 cost[seen] += share * time / min(taken.values())
         chosen = min(cost, key=cost.__getitem__)
-        errors = {seen.variant: micros(seen.work, numbers) / seen.micros for seen, numbers in known.items()}
+        errors = {seen.variant: time_of(fitted, each.kind, seen) / seen.micros for seen in cost}
         found.append(Judged(each, chosen.variant, chosen.micros / each.best, errors))
     return found
 
