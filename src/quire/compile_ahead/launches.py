@@ -14,7 +14,7 @@ from typing import Any
 from quire.compile_ahead import processes
 from quire.dispatch.constants import CHOICES
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request
+from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request, spec_for_kernels
 from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.choose import key_steps, variants
 from quire.kernels.launch import Launch, alike, kernels_of
@@ -122,7 +122,7 @@ def kinds(
             one_each = num_queries == 1 and tokens == num_seqs
             for has_cu_seqlens in (False, True) if one_each else (True,):
                 bounds = Bounds(num_queries, num_keys, tokens)
-                yield Request(spec, num_seqs, has_cu_seqlens, bounds, device, *of_token)
+                yield Request(spec_for_kernels(spec), num_seqs, has_cu_seqlens, bounds, device, *of_token)
 
 
 def places(steps: Iterable[int], least: int, most: int) -> Iterator[tuple[int, int]]:

@@ -11,14 +11,29 @@ keys. A few scalar instructions find them. Where they say so, a shorter form of 
 
 import ast
 import re
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from quire.kernels.user_mods import Writer
+from typing import Any, NamedTuple, Protocol
 
 MOST_POSITION = 1 << 26  # of which intervals are found; no sum of a few overflows
 MOST_INTEGER = (1 << 31) - 1
 RISING = "exp", "log", "sqrt", "tanh"
+
+
+class Writer(Protocol):
+    """What writes expressions for Triton, and knows the text of each extra's pointer and sizes."""
+
+    extras: dict[str, tuple[Any, str, list[str]]]
+
+    def expression(self, node: ast.expr) -> str:
+        """Return an expression."""
+        ...
+
+    def operator(self, node: ast.BinOp, a: str, b: str) -> str:
+        """Return the value of an operator of two values."""
+        ...
+
+    def called(self, word: str, arguments: list[str]) -> str:
+        """Return the call of a word."""
+        ...
 
 
 class Interval(NamedTuple):
@@ -47,7 +62,7 @@ class Tile:
         tree: of the function.
     """
 
-    def __init__(self, writer: "Writer", tree: ast.FunctionDef) -> None:
+    def __init__(self, writer: Writer, tree: ast.FunctionDef) -> None:
         self.writer, self.tree, self.leaves, self.names = writer, tree, dict[int, Leaf](), dict[str, str]()
         self.steady = set[int]()  # assignments of what grows alike from key to key
         self.known: dict[str, Interval | None] = {
