@@ -15,6 +15,7 @@ HINTS = "waves_per_eu", "matrix_instr_nonkdim"
 HOPPER_QUANTISED = (64, 64), (128, 128)  # columns of keys and values of a quantised cache that the Hopper kernel serves
 ROWS_OF_PRODUCT = 16  # of mma.sync
 LEAST_OWN_ROWS = 64  # of a row block, whose warps have rows of their own
+OF_SUMS = 256  # bytes of shared memory, through which warps say whether a sum is too large
 MIN_TMA_BOX = 8  # least rows of a page in one TMA load, as the layouts of swizzled tiles have
 
 
@@ -171,14 +172,14 @@ class KernelConfig:
         """Return an upper bound of the bytes of shared memory, for the queries and all K and V tiles in flight.
 
         mma.sync multiplies registers: the tile that is multiplied is no longer in shared memory. Page numbers may be
-        there, and probabilities where warps share the columns of few rows.
+        there, whether a sum is too large, and probabilities where warps share the columns of few rows.
         """
         if spec.latent:
             return self._latent_shared_memory(spec, properties)
         kv_tile = self.block_n * (self.block_d * spec.kv_dtype.itemsize + self.block_dv * spec.kv_dtype.itemsize)
         num_bytes = self.block_m * self.block_d * spec.dtype.itemsize + self.num_stages * kv_tile
         if properties.has_mma_sync and spec.dtype.itemsize == 2 and self.num_stages > 1:
-            num_bytes += 4 * (self.num_stages - 1) * self.block_n - kv_tile
+            num_bytes += 4 * (self.num_stages - 1) * self.block_n - kv_tile + OF_SUMS
             if not self.has_own_rows(properties):
                 num_bytes += self.block_m * self.block_n * spec.dtype.itemsize
         return num_bytes

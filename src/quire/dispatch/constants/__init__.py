@@ -73,7 +73,7 @@ def scaled(numbers: Numbers, fitted: DeviceProperties, device: DeviceProperties)
     """Return numbers for another device than that on which they were fitted.
 
     Bytes take as much longer as memory is slower; where its speed is unknown, each SM is taken to have as much of it.
-    An SM takes as many cycles, but SLOWER_WITHOUT_WGMMA times as many for products if it lacks what the other has.
+    NVIDIA's SMs take as many cycles, but SLOWER_WITHOUT_WGMMA times as many for products without what the other has.
     Launches take as long.
     """
     if device.memory_gbps and fitted.memory_gbps:
@@ -81,7 +81,7 @@ def scaled(numbers: Numbers, fitted: DeviceProperties, device: DeviceProperties)
     else:
         slower = fitted.num_sms / device.num_sms
     products = SLOWER_WITHOUT_WGMMA if fitted.has_wgmma and not device.has_wgmma else 1.0
-    cycle = fitted.clock_mhz / device.clock_mhz if fitted.clock_mhz and device.clock_mhz else 1.0
+    cycle = fitted.clock_mhz / device.clock_mhz if fitted.clock_mhz and device.clock_mhz and device.has_ptx else 1.0
     return numbers._replace(
         item=numbers.item * cycle,
         tile=numbers.tile * cycle,

@@ -356,13 +356,13 @@ def portable_kernel(
     # rows without others.
     COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
-    # sequences have one row block, memory is the limit, and two loops load less ahead than one.
+    # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
+    # was not measured, and registers are spilled.
     IS_BARE: tl.constexpr = (
         SCORE_MOD is None and FUNCTION is None and FORMAT is None and not (PACKED_FP8 or TOKEN_SCALES)
     )
-    KEEPS: tl.constexpr = (
-        FULL_TILE_LOOP and MULTI_BLOCK and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
-    )
+    IS_TALL: tl.constexpr = FULL_TILE_LOOP and MULTI_BLOCK and (OWN_ROWS or WGMMA)
+    KEEPS: tl.constexpr = IS_TALL and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
         groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS,

@@ -45,18 +45,21 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1]
     | {
         64: "16x64 w4 s3 p3 wc/wc, 32x64 w4 s3u p2 /wc, 64x64 w4 s3u p2 /wj, 128x64 w4 s3u p2 /w",
-        128: "16x32 w4 s1 p2 /w, 16x64 w4 s3 p3 wc/c, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /w, 128x32 w4 s3u p2 /wj",
+        128: "16x64 w4 s3 p3 wc/wc, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /w, 128x32 w4 s3u p2 /wj",
         256: "16x32 w4 s3 p2 wc/wc, 32x32 w4 s3u p2 /c, 64x32 w4 s3u p2 /wc",
     },
     2: CONFIGS[2]
     | {
         64: "16x64 w4 s3 p3 wc/, 16x128 w4 s3 p2 w/wc, 32x64 w4 s3u p2 /w, 64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /w, "
         "128x64 w4 s3u p2 /wcj",
-        128: "16x32 w4 s1 p2 w/w, 16x64 w4 s3 p2 wc/c, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /wj, "
+        128: "16x32 w4 s3 p3 w/w, 16x64 w4 s3 p2 wc/c, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /wj, "
         "64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /wj",
-        256: "16x32 w4 s1 p2 w/w, 16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /wc, 64x32 w4 s3u p1 /w, 128x64 w8 s2u p1 /wj",
+        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wc, 128x64 w8 s2u p1 /wj",
     },
 }
+# Where products are neither's, and little was measured: row blocks have as many rows as a sequence, up to so many.
+# Longer sequences are cut if row blocks are fewer than so many for each SM.
+MOST_OWN_ROWS, FILLED = 64, 0.75
 # Of AMD's GPUs, which have a quarter of the shared memory.
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
@@ -108,6 +111,8 @@ def variants(
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     for name, config in configs.items():
+        if not (takes_all or is_listed) and is_short(config, rows, configs):
+            continue
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
             whole = replace(whole, fixed_split_size=FIXED_SPLIT_SIZE)
@@ -115,6 +120,8 @@ def variants(
         offered = uses_of(whole, options.num_splits, within, loads_ahead)
         either = "cj" if len(offered) == 2 else ""  # a device that has one use with partitions has it for the other
         for use, launch in offered.items():
+            if use != "whole" and not (takes_all or within or is_listed) and fills(whole):
+                continue
             if listed and not set(use[0] + either * (use != "whole")) & set(listed[name]):
                 continue
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
@@ -139,6 +146,19 @@ def may_suit(config: KernelConfig, rows: int, configs: dict[str, KernelConfig], 
     if device.has_wgmma and config.block_m >= WGMMA_ROWS:
         return rows > (config.block_m if config.block_m > WGMMA_ROWS else 16)
     return config.block_m < 2 * rows
+
+
+def is_short(config: KernelConfig, rows: int, configs: dict[str, KernelConfig]) -> bool:
+    """Return whether a configuration has fewer rows than another that a sequence of so many rows fills."""
+    wanted = min(rows, MOST_OWN_ROWS)
+    return any(config.block_m < other.block_m <= wanted for other in configs.values())
+
+
+def fills(launch: PortableLaunch) -> bool:
+    """Return whether sequences of several row blocks have enough of them for the device."""
+    request = launch.request
+    programs = launch.num_row_blocks(request.bounds.num_tokens) * request.spec.num_kv_heads
+    return launch.multi_block and programs >= FILLED * request.device.num_sms
 
 
 def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
@@ -249,6 +269,8 @@ def configs_of(spec: AttentionSpec, device: DeviceProperties) -> dict[str, Kerne
     # What was reduced is left out where another one of as many rows was not, and is as good at loading ahead.
     fits = [(c.block_m, c.num_stages > 1) for c in configs if c in listed]
     configs = [c for c in configs if c in listed or not {(c.block_m, True), (c.block_m, c.num_stages > 1)} & {*fits}]
+    if device.has_mma_sync:  # or where any other was not
+        configs = [c for c in configs if c in listed] or configs
     return {name_of(config): config for config in configs}
 
 
