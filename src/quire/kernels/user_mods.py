@@ -23,6 +23,7 @@ from quire.score_functions import ARGUMENTS, KINDS, OPERATORS, Extra, Function, 
 from quire.spec import AttentionSpec
 
 SIZE_STEP = 16  # a size is passed as a multiple of it and 3: Triton compiles for integers that are 1 or that 16 divides
+OF_ROWS = ARGUMENTS.keys() - {"score", "kv_pos"}  # arguments that do not depend on the key
 OF_HEADS = {"q_head": "num_q_heads", "kv_head": "num_kv_heads"}  # arguments that are an index in range
 
 
@@ -143,6 +144,9 @@ def jit_functions(
     has_bounds = mask is not None and mask.bounds != ""
     if mask is not None and has_bounds:
         parts += [writer.function("user_bounds", tree_of(mask.bounds)), BOUNDS]
+    loads = " ".join(f"{load}," for load in writer.of_rows.values())
+    head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
+    parts.append(f"{head}\n    return ({loads})\n")
     parts += [combined("scores", score, tile, mask is not None, False)]
     parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
     text = "\n\n".join(parts)
@@ -156,7 +160,7 @@ def jit_functions(
 
 BOUNDS = """@triton.jit
 def bounds(q_pos, seq, token, extras):
-    first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras)
+    first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras, ())
     nothing = tl.zeros_like(q_pos)
     return nothing + first, nothing + last + 1
 """
@@ -166,11 +170,12 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
     """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N].
 
     `pos` and `cols` are the tile's first position and what each key is after it. `span` has the lowest and the highest
-    position of rows, and that of the last key; it is None where they are not known.
+    position of rows, and that of the last key; it is None where they are not known. Without scores, it returns the
+    numbers of extras that each row reads, whatever the key: kernels call it so before the first tile, and pass them.
     """
     token = "token[:, None].to(tl.int32)"
-    arguments = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {token}, extras"
-    lines = ["@triton.jit", f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras):"]
+    arguments = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {token}, extras, of_rows"
+    lines = list[str]()
     if score is not None and tile is not None:
         changed = f"user_score(scores, {arguments})"
         if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
@@ -195,11 +200,16 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
     if has_mask:
         lines.append(f"    visible = user_mask(None, {arguments})")
         if with_bounds:
-            lines.append(f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras)")
+            lines.append(
+                f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras, ())"
+            )
             lines.append("    kv_pos = (pos + cols)[None, :]")
             lines.append("    visible = visible & (kv_pos >= first) & (kv_pos <= last)")
         lines.append('    scores = tl.where(visible, scores, float("-inf"))')
-    return "\n".join([*lines, "    return scores", ""])
+    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {token}, extras)"
+    head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
+    head = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
+    return "\n".join([*head, *(f"    {line}" for line in lines), "        return scores", ""])
 
 
 class Writer:
@@ -220,6 +230,7 @@ class Writer:
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
         self.form, self.tile, self.is_at_first = "", None, False
         self.with_first = set[str]()  # names of what grows alike from key to key, whose first is known
+        self.of_rows, self.is_called_for_tiles = dict[str, str](), False  # loads that do not depend on the key, by text
         self.extras: dict[str, tuple[Extra, str, list[str]]] = {}  # and its pointer and sizes, as text
         place = 0
         for extra in extras:
@@ -232,10 +243,11 @@ class Writer:
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
         """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", *(("known", "pos", "cols") if form else ())]
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols") if form else ())]
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
+        self.is_called_for_tiles = name != "user_bounds"
         if form == "inside":
             lines.append(
                 "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
@@ -351,7 +363,12 @@ class Writer:
         load = f"load_{str(extra.dtype)[6:]}" if self.loads_in_ptx and varies else "tl.load"
         loaded = f"{load}({pointer} + {offset})"
         kind = KINDS[extra.dtype]
-        return f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
+        found = f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
+        names = {part.id for index in indices for part in ast.walk(index) if isinstance(part, ast.Name)}
+        if not self.is_called_for_tiles or not names <= OF_ROWS - self.assigned:
+            return found
+        self.of_rows.setdefault(ast.unparse(node), found)
+        return f"of_rows[{list(self.of_rows).index(ast.unparse(node))}]"
 
     def axes_of(self, node: ast.expr) -> frozenset[str]:
         """Return the axes over which a value varies."""
