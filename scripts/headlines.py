@@ -24,7 +24,10 @@ from quire_tools.bench.results import QUIRE, Report, Row, load
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
-PAGES = ("README.md", "docs/README.md", "docs/why.md", "docs/vllm.md", "docs/sglang.md", "docs/results/README.md")
+PAGES = (
+    "README.md", "docs/README.md", "docs/why.md", "docs/vllm.md", "docs/sglang.md", "docs/transformers.md",
+    "docs/mla.md", "docs/results/README.md",
+)  # fmt: skip
 NAMES = {  # how names of libraries begin, and what a headline calls them
     "FlashAttention 3": "FlashAttention 3",
     "FlashInfer": "FlashInfer",
@@ -136,6 +139,24 @@ def losses(*reports: Report) -> str:
     return text
 
 
+def drawn(*reports: Report) -> str:
+    """Return what cases drawn at random say, as a sentence."""
+    words = []
+    for report in reports:
+        ratios = list(speedups(report.rows).values())
+        mean, slower = statistics.geometric_mean(ratios), sum(ratio < 1 for ratio in ratios)
+        words.append(
+            f"{mean:.2f}× as fast (geometric mean of {len(ratios)} cases; {min(ratios):.2f}× at worst, "
+            f"slower in {slower})"
+        )
+    facts = reports[0].provenance
+    return (
+        "With a seed that no change had looked at ([1129](grid_h200.md#seed-1129-with-latents), "
+        f"{facts.device}, {facts.date}), Quire runs, against the fastest of all libraries,\n"
+        f"{words[0]}; over latents {words[1]}.\n"
+    )
+
+
 def copies(report: Report) -> str:
     """Return where a library that is given contiguous copies, so that no mean counts it, is faster than Quire."""
     both = {row.case: row.times[COPIES] / row.times[QUIRE] for row in report.rows if COPIES in row.times}
@@ -219,6 +240,86 @@ def vllm() -> str:
     )
 
 
+def spread(found: Iterable[float]) -> str:
+    """Return the least and the largest ratio, and of how many Quire is slower."""
+    ratios = list(found)
+    slower = sum(ratio < 1 for ratio in ratios)
+    return f"{min(ratios):.3f} to {max(ratios):.3f}× as fast, and slower in {slower} of {len(ratios)} measurements"
+
+
+def vllm_in_short() -> str:
+    """Return what all measurements of vLLM say, slower ones too."""
+    first = read("vllm_h200")
+    runs = {f"vLLM {first['results'][0]['vllm']}, {first['about']['date']}": times_as_fast(first, "FLASH_ATTN")}
+    words = [f"{spread(found.values())} ({name})" for name, found in (runs | vllm_gains()).items()]
+    return (
+        "**vLLM.** End to end, with Llama-3.1-8B's geometry and against FlashAttention 3, Quire runs\n"
+        + ";\n".join(words)
+        + ".\n"
+    )
+
+
+def sglang_in_short() -> str:
+    """Return what the run of SGLang says, slower rows too."""
+    run = read("sglang_h200")
+    machine = run["machine"]
+    first = {each["backend"]: each["startup_s"] for each in reversed(run["speed"]) if each["round"] == 0}
+    steps, prompts = (spread(found.values()) for found in sglang_gains().values())
+    return (
+        f"**SGLang.** With [{machine['sglang']}](sglang_h200.md), {machine['date']}, and against the faster of fa3 and "
+        f"triton, steps are\n{steps}; prompts are\n{prompts}.\n"
+        f"It starts in {first['quire']:.0f} s with Quire, in {first['fa3']:.0f} with fa3 and in {first['triton']:.0f} "
+        "with triton.\n"
+    )
+
+
+def transformers() -> str:
+    """Return what continuous batching gains, as a table."""
+    run = read("transformers_h200")["results"]
+    text = "| requests × (prompt + new), tokens/s | Quire | `paged\\|sdpa` | × as fast |\n| --- | --- | --- | --- |\n"
+    of_each = ([each for each in run if each["implementation"] == name] for name in ("quire", "sdpa"))
+    for ours, theirs in zip(*of_each, strict=True):
+        load, speeds = ours["load"], [each["tokens_per_second"] for each in (ours, theirs)]
+        text += f"| {load['requests']} × ({load['prompt']} + {load['new']}) | {speeds[0]:,.0f} | {speeds[1]:,.0f} "
+        text += f"| {speeds[0] / speeds[1]:.1f}× |\n"
+    return text
+
+
+def latents() -> str:
+    """Return how fast attention over latents is, alone and in vLLM, as a paragraph."""
+    report = load(RESULTS / "mla_h200.json")
+    facts, words, few = report.provenance, [], []
+    groups: dict[str, list[tuple[float, int]]] = {}  # ratios, and rows of a sequence
+    for row in report.rows:
+        best = best_other(row)
+        name = "e4m3 latents with `allow_fp8`" if "fp8" in row.case else "bf16"
+        name = "prompts" if row.kind == "MLA prefill" else name
+        ours = min(row.times[each] for each in (QUIRE, FP8_PRODUCTS) if each in row.times)
+        if best:
+            groups.setdefault(name, []).append((best[1] / ours, rows_of(row)))
+    for name, found in groups.items():
+        slower = sum(ratio < 1 for ratio, _ in found)
+        mean = statistics.geometric_mean(ratio for ratio, _ in found)
+        words.append(f"{mean:.2f}× as fast in {name} (slower in {slower} of {len(found)} cases)")
+        few.append(statistics.geometric_mean(ratio for ratio, rows in found if rows <= FEW_ROWS or name == "prompts"))
+    in_vllm = times_as_fast(read("vllm_mla_h200"), "FLASH_ATTN_MLA")
+    return (
+        f"On an {facts.device} ({facts.date}), against the fastest other library of each case, in geometric mean, "
+        "Quire runs\n"
+        f"{', '.join(words[:-1])}, and {words[-1]}.\n"
+        f"Decode with at most {FEW_ROWS} rows per sequence runs {few[0]:.2f}× as fast in bf16 "
+        f"and {few[1]:.2f}× with e4m3 latents.\n"
+        "[In vLLM](notes/vllm.md#measured), one request of 500 + 1,600 tokens runs "
+        f"{in_vllm['latency', '1600']:.3f}× as fast as with vLLM's FLASH_ATTN_MLA, "
+        f"and 128 requests {in_vllm['load', '128']:.3f}×.\n"
+    )
+
+
+def rows_of(row: Row) -> int:
+    """Return the rows of a sequence in a case of latents: its queries times its heads."""
+    return round(row.mean_query_len) * int(re.findall(r" h(\d+)", row.case)[0])
+
+
 def sglang_gains() -> dict[str, dict[str, float]]:
     """Return how many times as fast SGLang runs as with the fastest other backend, by what was measured and load."""
     run = read("sglang_h200")
@@ -281,7 +382,8 @@ def servers() -> str:
 GLANCE = ("× as fast", "decode", "prompts", "mixed", "slower in")
 LONG = 10_000  # tokens of a prompt after which SGLang's step is of one request alone, and counts for no load
 COPIES = "SDPA, not paged"
-INVARIANT = "Quire, batch-invariant"
+INVARIANT, FP8_PRODUCTS = "Quire, batch-invariant", "Quire, fp8 products"
+FEW_ROWS = 32
 SHOWN = {  # by case what README calls it
     "decode 1x128": "decode, 1 sequence of 128 keys",
     "decode 8x1024": "decode, 8 × 1,024",
@@ -312,13 +414,17 @@ HEADLINES: dict[str, Callable[[], str]] = {
     "starts": starts,
     "vllm": vllm,
     "sglang": sglang,
+    "vllm_in_short": vllm_in_short,
+    "sglang_in_short": sglang_in_short,
+    "transformers": transformers,
+    "latents": latents,
     "losses": lambda: losses(*(load(RESULTS / f"{name}.json") for name in ("h200_peers", "h200", "h100"))),
     "peers": lambda: table(load(RESULTS / "h200_peers.json"), DENSE),
+    "drawn": lambda: drawn(*(load(RESULTS / f"{name}.json") for name in ("grid_seed_1129_h200", "grid_latents_h200"))),
     "copies": lambda: copies(load(RESULTS / "h200_peers.json")),
     "invariant": lambda: invariant(load(RESULTS / "h200.json")),
     "h200": lambda: table(load(RESULTS / "h200.json"), DENSE),
     "h100": lambda: table(load(RESULTS / "h100.json"), DENSE),
-    "grid": lambda: table(load(RESULTS / "grid_h200.json"), DENSE),
     "mla": lambda: table(load(RESULTS / "mla_h200.json"), LATENTS),
 }
 

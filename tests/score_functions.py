@@ -32,6 +32,13 @@ def inkling(score, q_pos, kv_pos, q_head, token, logits):
     return score + torch.where((distance >= 0) & (distance < 17), logits[token, q_head, distance], 0.0)
 
 
+@quire.score(extras={"logits": (torch.bfloat16, "num_q_heads", 400)})
+def wide(score, q_pos, kv_pos, q_head, logits):
+    """Numbers for so many distances that no index of some tiles is out of range."""
+    distance = q_pos - kv_pos
+    return score + torch.where((distance >= 0) & (distance < 400), logits[q_head, distance], 0.0)
+
+
 @quire.score(extras={"table": (32, "num_q_heads")})
 def t5(score, q_pos, kv_pos, q_head, table):
     """T5's buckets: one for each distance below 16, then wider ones up to 128."""
@@ -106,6 +113,7 @@ FUNCTIONS = {
     "ALiBi": {"score": alibi},
     "relative bias": {"score": relative},
     "Inkling": {"score": inkling},
+    "400 distances": {"score": wide},
     "T5": {"score": t5},
     "temperatures": {"score": tempered},
     "beyond": {"score": beyond},

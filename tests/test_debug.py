@@ -392,6 +392,9 @@ def test_bad_arguments_are_refused(path, tmp_path, device):
             pass
         with pytest.raises(kind, match="path must be a"):
             debug.save(bad, problem.q, problem.cache, plan)
+    for name, reason in (("x" * 5000, "File name too long"), ("a\0b", "embedded null byte")):
+        with pytest.raises(ValueError, match=f"path must be the name of a file, .{{3,60}}, {reason}; choose another"):
+            debug.save(name, problem.q, problem.cache, plan)
     with pytest.raises(ValueError, match="skip must be"), debug.record(path, skip=-1):
         pass
     with pytest.raises(TypeError, match="contents must be"), debug.record(path, contents="yes"):

@@ -172,7 +172,10 @@ def test_headlines_say_what_was_measured(page):
     assert HEADLINES["rewritten"](text) == text, "run python scripts/headlines.py"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/sglang.md"])
+COMPUTED = ["README.md", "docs/vllm.md", "docs/sglang.md", "docs/transformers.md", "docs/mla.md"]
+
+
+@pytest.mark.parametrize("page", COMPUTED)
 def test_no_ratio_stands_in_a_page_for_users_but_those_that_a_script_computed(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert HEADLINES["PLACE"].search(text)
@@ -198,6 +201,7 @@ def test_a_headline_counts_slower_cases_and_leaves_out_those_of_the_portable_ker
         "| prompts |  |  |\n| mixed |  |  |\n| slower in | 1 of 3 | 1 of 3 |\n"
     )
     assert HEADLINES["losses"](report).splitlines()[2:] == ["| slower | H9, 2026-11-29 | cuDNN | 4.0 | 5.0 | 0.80× |"]
+    assert HEADLINES["spread"]([0.97, 1.2, 1.0]) == "0.970 to 1.200× as fast, and slower in 1 of 3 measurements"
     assert HEADLINES["copies"](SimpleNamespace(rows=rows)) == (
         "It's faster than Quire in 1 of 1 cases, all of decode. In the slowest (not paged), Quire runs 0.25× as fast.\n"
     )

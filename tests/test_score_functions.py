@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import quire
 from quire import debug, launch_codec, score_functions
-from quire.score_functions import Function
+from quire.dispatch.request import spec_for_kernels
+from quire.score_functions import Function, softcap_of
 from quire.testing import error_budget, make_problem
 from tests import score_functions as functions
 from tests.test_docs import ROOT, examples
@@ -328,16 +329,49 @@ def test_packed_keys_and_unions_take_tensors_too():
     assert verdict.passed, verdict
 
 
+def test_a_function_that_is_a_softcap_is_known_for_one():
+    cap = 2.5
+
+    @quire.score
+    def turned(score):
+        return torch.tanh(score / cap) * cap
+
+    @quire.score
+    def other(score):
+        return cap * torch.tanh(score / 2.0)
+
+    @quire.score
+    def more(score):
+        return cap * torch.tanh(score / cap) + 1.0
+
+    @quire.score
+    def of_positions(q_pos):
+        return cap * torch.tanh(q_pos / cap)
+
+    assert [softcap_of(f) for f in (functions.softcap, turned, other, more, of_positions)] == [
+        2.0,
+        2.5,
+        None,
+        None,
+        None,
+    ]
+    spec = quire.AttentionSpec(**HEADS, score=turned)
+    known = spec_for_kernels(spec)
+    assert (known.score, known.softcap) == (None, 2.5)
+    for last in (replace(spec, softcap=3.0), replace(spec, alibi=True)):  # the function comes after these
+        assert spec_for_kernels(last) is last
+
+
 PORTED = "softcap", "alibi", "buckets", "documents", "neighbours"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", PORTED)
-def test_what_the_recipe_ports_is_what_flex_attention_computes(name):
+@pytest.mark.parametrize(("name", "original"), [*((name, name) for name in PORTED), ("distances", "buckets")])
+def test_what_the_recipe_ports_is_what_flex_attention_computes(name, original):
     names: dict = {}
     for line, code, _ in examples("docs/scores.md"):
         exec(compile("\n" * line + code, str(ROOT / "docs/scores.md"), "exec"), names)
-    own, flex = names[name], names[f"flex_{name}"]
+    own, flex = names[name], names[f"flex_{original}"]
     length, causal = 64, name != "neighbours"
     spec = quire.AttentionSpec(**HEADS, causal=causal, **{own.kind: own})
     p = make_problem(spec, ((length, length),), page_size=length)

@@ -180,6 +180,12 @@ def test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not
             (64, 64, 16384),
             [(46, 1, 12422, 46)],
         ),
+        # Decode is decided for 128 keys where there are 65 to 95.
+        (
+            dict(num_q_heads=56, num_kv_heads=8, head_dim=248, dtype=torch.float16, sliding_window=900),
+            (1, 6, 95),
+            [(1, 1, 80, 1)],
+        ),
         # Intervals of keys.
         (
             dict(num_q_heads=20, num_kv_heads=4, head_dim=64, kv_dtype=torch.float8_e4m3fn),
@@ -205,6 +211,26 @@ def test_warmup_and_workspace_size_cover_batches_between_powers_of_two(spec, lim
         launch, _ = decide(Request(spec, num_seqs, True, bounds, device, *intervals), Options())
         assert kernels_of(launch) <= kernels
         assert launch.scratch_size().total <= enough
+
+
+def test_of_queries_the_most_need_not_have_the_most_scratch():
+    """Eight queries of eight heads fill a row block, and have no decode launch; five to seven may have one."""
+    spec, device = quire.AttentionSpec(num_q_heads=64, num_kv_heads=8, head_dim=56), TARGETS["sm120"].properties
+    enough = scratch_within(spec, device, 6, 8, 184, False)
+    for queries in range(1, 9):
+        found, _ = variants(Request(spec, 6, True, Bounds(queries, 2, 8), device), Options())
+        assert all(launch.scratch_size().total <= enough for launch in found.values()), queries
+
+
+def test_a_fallback_with_more_row_blocks_has_no_more_scratch_than_any_launch():
+    """Batch-invariant, on fp8 numbers that come in pairs or, in tiles of fewer rows, do not."""
+    fields = {"dtype": torch.float16, "kv_dtype": torch.float8_e5m2, "sliding_window": 51, "softcap": 50.0}
+    spec = quire.AttentionSpec(num_q_heads=128, num_kv_heads=16, head_dim=184, **fields)
+    device, options = TARGETS["sm90"].properties, Options(batch_invariant=True)
+    enough = scratch_within(spec, device, 9, 30, 124440, True)
+    found, _ = variants(Request(spec, 7, True, Bounds(4, 98414, 28), device), options)
+    assert len(found) > 2
+    assert all(launch.scratch_size().total <= enough for launch in found.values())
 
 
 def test_scratch_does_not_grow_with_sequences_and_lengths(device):

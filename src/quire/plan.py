@@ -21,7 +21,7 @@ from quire.checks.prefix import check_shared_prefix
 from quire.dispatch.config import KernelConfig, padded
 from quire.dispatch.constants import CHOICES
 from quire.dispatch.device import device_properties, interprets, is_served_by_torch
-from quire.dispatch.request import Bounds, Options, Request
+from quire.dispatch.request import Bounds, Options, Request, spec_for_kernels
 from quire.errors import UnsupportedError
 from quire.kernels import ranges, scratch, times
 from quire.kernels.choose import FAMILIES, NONE_CHOSEN, choose, predicted, predicted_us, variants
@@ -253,8 +253,8 @@ def plan(
             up to a third, and so do prompts on Hopper GPUs. With heads of 256, long prompts take up to 1.6 times as
             long; a chunk of 64 queries on 8,192 keys twice, and prompts on quantised caches several times as long.
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
-            use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds.
-            Allocated when not given.
+            use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds to which
+            no num_splits, config or kernel is given. Allocated when not given.
         kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
             latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
             the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
@@ -333,6 +333,7 @@ def decide_launch(
     has = batch.key_begin is not None, batch.tree_bits is not None, batch.cu_pages is not None
     lists = tuple(None if one is None else one.kind for one in (batch.chosen, batch.extra_chosen))
     by_torch = is_served_by_torch(device)
+    spec = spec if by_torch else spec_for_kernels(spec)
     wanted = bounds if by_torch else bounds.for_decision()
     request = Request(spec, batch.num_seqs, batch.cu_seqlens_q is not None, wanted, properties, *has, *lists)
     decided = cpu.propose if by_torch else decide_once

@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import math
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ KINDS = {
     **dict.fromkeys((torch.int32, torch.int64, torch.int8, torch.uint8), "int"),
     torch.bool: "bool",
 }
+NUMBER = re.compile(r"[0-9.]+(e[+-]?[0-9]+)?")
 DIMS = "num_q_heads", "num_kv_heads"  # of a spec, which a shape may name
 MOST_EXTRAS, MOST_DIMS = 4, 4
 MOST_ELEMENTS, MOST_SIZE = (1 << 31) - 1, (1 << 27) - 1  # of an extra, and of one of its dimensions without a number
@@ -480,8 +482,9 @@ class Reader:
             return self.refuse(
                 "negate numbers, and invert bools", shown(node), "write ~ before bools and - before numbers"
             )
-        if found.is_constant and found.kind != "bool":
-            return self.folded(node, OPERATORS[type(node.op)][1], found.value)
+        if found.is_constant:  # of False, ~ is -1
+            invert = operator.not_ if found.kind == "bool" else OPERATORS[type(node.op)][1]
+            return self.folded(node, invert, found.value)
         return Typed(ast.UnaryOp(node.op, found.node), found.kind, found.axes)
 
     def binary(self, node: ast.BinOp) -> Typed:
@@ -676,6 +679,16 @@ def extras_of(functions: tuple[Any, Any], **sizes: int) -> tuple[Extra, ...]:
             f"extras must be at most {MOST_EXTRAS}, got {len(found)}: {', '.join(found)}; put some into one tensor"
         )
     return tuple(found.values())
+
+
+def softcap_of(function: Function) -> float | None:
+    """Return the cap of a function that is `cap * torch.tanh(score / cap)`; None of others."""
+    (statement, *others) = tree_of(function.source).body
+    if others or not isinstance(statement, ast.Return) or function.arguments != ("score",):
+        return None
+    found = re.fullmatch(r"(.+) \* tanh\(score / (.+)\)|tanh\(score / (.+)\) \* (.+)", ast.unparse(statement)[7:])
+    caps = [] if found is None else [float(text) for text in found.groups() if text and NUMBER.fullmatch(text)]
+    return caps[0] if len(caps) == 2 and caps[0] == caps[1] > 0 else None
 
 
 def largest_number(function: Function | None) -> float:

@@ -287,12 +287,13 @@ class Launch:
             q = torch.empty(self.num_tokens, spec.num_q_heads, spec.head_dim, dtype=spec.dtype)
             sinks = torch.zeros(spec.num_q_heads, dtype=spec.dtype) if spec.sinks else None
             slopes = torch.zeros(spec.num_q_heads) if spec.alibi else None
+            extras = tuple(torch.zeros(extra.with_size(1), dtype=extra.dtype) for extra in spec.extras)
+            options = {"sinks": sinks, "alibi_slopes": slopes, "extras": extras, "return_lse": self.return_lse}
             cache = quire.PagedKVCache.empty(spec, 4, self.page_size)
             if self.packed:
-                k, v = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-                quire.varlen_attention(q, k, v, plan, sinks=sinks, alibi_slopes=slopes, return_lse=self.return_lse)
+                quire.varlen_attention(q, cache.k.flatten(0, 1), cache.v.flatten(0, 1), plan, **options)
             else:
-                quire.attention(q, cache, plan, sinks=sinks, alibi_slopes=slopes, return_lse=self.return_lse)
+                quire.attention(q, cache, plan, **options)
         return plan, compiled
 
 

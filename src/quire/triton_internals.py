@@ -257,6 +257,7 @@ def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
 
 
 PARSING = threading.RLock()
+PARSERS: list[Any] = []  # Triton's own method, once for each context in which threads parse in turn
 
 
 @contextlib.contextmanager
@@ -264,19 +265,25 @@ def parsing_in_turn() -> Iterator[None]:
     """Let one thread at a time make the syntax tree of a jit function.
 
     Python 3.11 counts the depth of the trees of all threads together, and may end one of two with SystemError.
+    Triton has no other place for a lock. Its method is back as soon as the last of these contexts ends.
     """
     function_class: Any = JITFunction
-    parse = function_class.parse
 
     def parse_alone(function: Any) -> Any:
         with PARSING:
             return parse(function)
 
-    function_class.parse = parse_alone
+    with PARSING:
+        parse = PARSERS[0] if PARSERS else function_class.parse
+        PARSERS.append(parse)
+        function_class.parse = parse_alone
     try:
         yield
     finally:
-        function_class.parse = parse
+        with PARSING:
+            PARSERS.pop()
+            if not PARSERS:
+                function_class.parse = parse
 
 
 @contextlib.contextmanager

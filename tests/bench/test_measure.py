@@ -272,7 +272,7 @@ def test_adapters_refuse_what_their_library_lacks():
     cases_by_peer = {
         "Quire, naive": Case("window", "decode", ((1, 40),), model="Mistral window"),
         "SDPA, not paged": Case("fp8", "decode", ((1, 40),), kv_dtype="float8_e4m3fn"),
-        "FlexAttention, not paged": Case("unequal", "decode", ((1, 40), (1, 50))),
+        "FlexAttention, not paged": Case("unequal", "decode", ((1, 40), (1, 50), (1, 60))),
     }
     for peer in PEERS:
         if peer.name in cases_by_peer:

@@ -50,8 +50,8 @@ if triton.knobs.runtime.interpret:
 MAY_SPILL = ("vLLM's original", "float32, e4m3")
 # ptxas may spill up to 16 bytes to fit one more program on an SM. It then uses fewer registers than there are.
 BY_CHOICE, REGISTERS = 16, 255
-# With 3.7.1 and 3.8.0, trees over heads of 256 take all registers and 8 bytes of the stack, outside of the loop.
-BESIDES_ALL_REGISTERS = {"3.7.1": 8, "3.8.0": 8}.get(triton.__version__, 0)
+# With 3.7.1 and 3.8.0, trees over heads of 256 take all registers and 8 or 16 bytes of the stack, outside of the loop.
+BESIDES_ALL_REGISTERS = {"3.7.1": 8, "3.8.0": 16}.get(triton.__version__, 0)
 # The functions of a warp-specialised kernel have separate registers but one stack, which holds values of the kernel.
 ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
 # Bytes that these Tritons put there besides, of what is read once for a work tile. No loop of a consumer reads them.

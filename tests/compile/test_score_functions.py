@@ -14,7 +14,7 @@ from quire import targets
 from quire.kernels import user_mods
 from quire.targets import TARGETS, compiling
 from tests import score_functions as functions
-from tests.compile import launches
+from tests.compile import launches, loops
 from tests.compile.launches import Features
 
 if triton.knobs.runtime.interpret:
@@ -57,6 +57,21 @@ def extras_of(spec, size=5, offset=0):
         numbers = torch.zeros(offset + torch.Size(shape).numel(), dtype=extra.dtype)
         made.append(numbers[offset:].view(shape))
     return tuple(made)
+
+
+@pytest.mark.parametrize(("batch", "kernel"), [("decode", "portable_kernel"), ("prefill", "hopper_kernel")])
+def test_far_keys_cost_few_instructions(batch, kernel, monkeypatch):
+    """T5's last bucket, and what is beyond Inkling's distances, are read once for a row of a tile."""
+    monkeypatch.setattr(targets, "inspect", lambda name, kernel, *others: (name, kernel.asm["cubin"]))
+    lengths = {}
+    for name, score in (("none", None), ("Inkling", functions.inkling), ("T5", functions.t5)):
+        wanted = Features({"score": score})
+        with compiling(TARGETS["sm90"]) as cubins:
+            plan = launches.plan_of(batch, launches.make_spec(128, wanted), wanted)
+            quire.attention(**launches.make_inputs(plan, wanted), extras=extras_of(plan.spec), plan=plan)
+        lengths[name] = [len(loop) for loop in loops.attending({"cubin": dict(cubins)[kernel]})]
+    assert max(lengths["Inkling"]) < 1.25 * max(lengths["none"]), lengths  # without what a branch skips: 0.1 for a row
+    assert max(lengths["T5"]) < 1.45 * max(lengths["none"]), lengths
 
 
 @pytest.fixture

@@ -421,3 +421,9 @@ def test_threads_that_compile_parse_in_turn(monkeypatch):
         for _ in range(4):
             threads.submit(lambda: internals.JITFunction.parse(None))
     assert most == [1] and internals.JITFunction.parse is parse
+    first, second = internals.parsing_in_turn(), internals.parsing_in_turn()
+    for step in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
+        step()
+        assert internals.JITFunction.parse is not parse
+    second.__exit__(None, None, None)  # of two warm-ups, the first one to begin may be the first one to end
+    assert internals.JITFunction.parse is parse

@@ -45,6 +45,7 @@ with warnings.catch_warnings():
 import quire
 from quire import AttentionSpec, Batch, PagedKVCache
 from quire.testing import Problem, error_budget
+from tests.engines import flashinfer_imports
 from tests.score_functions import inkling
 
 NEW = importlib.util.find_spec("sglang.srt.layers.attention.verify_mask") is not None  # all but 0.5.12
@@ -473,6 +474,12 @@ def test_no_replay_reads_a_tensor_of_the_device(width):
         with Unread():
             prepare(server.backend, batch, capture=False)
         assert server.forward(batch, dict.fromkeys((3, 5), width), layer, 4 * width)
+
+
+def test_names_that_sglang_imports_from_flashinfer_are_served_or_known():
+    found, served = flashinfer_imports.imported("sglang"), set(flashinfer_imports.flashinfer.__all__)
+    assert found - served <= set(flashinfer_imports.WITHOUT)
+    assert found & served == set(flashinfer_imports.OF_SGLANG.split())
 
 
 def test_a_version_out_of_range_is_refused_by_name(monkeypatch):

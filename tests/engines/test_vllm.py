@@ -46,6 +46,7 @@ import quire
 from quire import reference
 from quire.integrations.vllm import contract, register
 from quire.testing import error_budget, make_problem, unwritten
+from tests.engines import flashinfer_imports
 
 register()
 
@@ -157,6 +158,15 @@ def test_nothing_of_vllm_is_patched():
     other = AttentionBackendEnum.FLASH_ATTN
     assert set(vars(AttentionBackendEnum[NAME])) <= set(vars(other))
     assert pickle.loads(pickle.dumps(other)) is other and copy.deepcopy(other) is other
+
+
+def test_names_that_vllm_imports_from_flashinfer_are_served_or_known():
+    found, served = flashinfer_imports.imported("vllm"), set(flashinfer_imports.flashinfer.__all__)
+    assert found - served <= set(flashinfer_imports.WITHOUT)
+    older = {"MultiLevelCascadeAttentionWrapper"}  # up to 0.28
+    assert found & served <= {*flashinfer_imports.OF_VLLM.split(), *older}
+    if contract.backend_name() == "QUIRE":  # from 0.32 on
+        assert found & served == set(flashinfer_imports.OF_VLLM.split())
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.34.0"])

@@ -91,6 +91,7 @@ MEANINGS: dict[str, Callable[..., Any]] = {
     "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }": values_to_float16,
     "fma.rn.f32 $0, $1, $2, $3;": multiply_add,
     "rcp.approx.ftz.f32 $0, $1;": reciprocal,
+    "lg2.approx.f32 $0, $1;": lambda x: Value(torch.log2(x.data)),
     "cvt.rn.bf16x2.f32 $0, $2, $1;": lambda x: x.to(tl.bfloat16),
     "cvt.rn.f16x2.f32 $0, $2, $1;": lambda x: x.to(tl.float16),
     "prefetch.global.L2 [$1]; mov.u32 $0, 0;": prefetch,

@@ -6,6 +6,7 @@ Valid with and without TRITON_INTERPRET=1.
 import functools
 import inspect
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from quire.integrations import flashinfer
 from quire.integrations.flashinfer import decode, mla, prefill, signatures
 from quire.integrations.flashinfer.arguments import alibi_slopes
 from quire.testing import Oracle, make_problem
+from tests.engines import flashinfer_imports
 from tests.integrations.test_flashinfer import (
     DECODES,
     LENS,
@@ -144,6 +146,14 @@ def test_modules_have_flashinfer_s_paths():
     ):
         for name in names.split():
             assert getattr(module, name) is getattr(flashinfer, name)
+
+
+def test_the_page_counts_the_names_that_engines_import():
+    """`tests/engines` compare the names with what the engines' sources import."""
+    names = {*flashinfer_imports.OF_VLLM.split(), *flashinfer_imports.OF_SGLANG.split()}
+    page = (Path(__file__).parents[2] / "docs/flashinfer.md").read_text("utf-8")
+    assert names <= set(flashinfer.__all__)
+    assert len(names) == 13 and "vLLM 0.33 and SGLang 0.5.23 import thirteen of these names" in page
 
 
 def test_an_lse_buffer_is_written_whether_or_not_the_lse_is_returned(device):

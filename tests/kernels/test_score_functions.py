@@ -74,6 +74,15 @@ def test_functions_in_a_loop_without_masks(features, device, assert_within_budge
     assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("function", ["relative bias", "400 distances", "T5", "scores of -inf"])
+@pytest.mark.parametrize("sides", [{}, {"causal": False}], ids=str)
+def test_functions_of_distances_from_near_to_far(function, sides, solve, assert_within_budget):
+    """Tiles of keys take a short form of the function where their distances say so."""
+    spec = quire.AttentionSpec(**HEADS | FUNCTIONS[function] | sides, dtype=torch.float32)
+    assert_within_budget(*solve(spec, ((40, 700), (70, 130), (1, 600), (2, 33))))
+
+
 CACHES = {
     "e4m3": ({"kv_dtype": torch.float8_e4m3fn, "head_dim": 64}, {}),
     "e5m2 per token": ({"kv_dtype": torch.float8_e5m2}, {"scales": "token"}),

@@ -216,7 +216,7 @@ def test_bad_input_is_refused_before_anything_is_written():
         ((k[0], v, slots), "k must be"),
         ((torch.randn(2, 2, 32)[..., ::2], v, slots), "k must be .* contiguous head"),
         ((k, v[:, :1], slots), "v must be"),
-        ((k, torch.cat([v, v]), slots), "v must be"),
+        ((k, torch.cat([v, v]), slots), "k and v must have one number of tokens, got 2 and 4"),
         ((k.half(), v.half(), slots), "k must be of the cache's dtype"),
         ((k, v.half(), slots), "v must be of the cache's dtype"),
         ((k, v, slots.int()), "slot_mapping must be"),

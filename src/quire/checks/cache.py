@@ -99,6 +99,12 @@ def _explain_new(parts: dict[str, Part], cache: PagedKVCache, slot_mapping: Any)
     """Raise what is wrong with new tokens, whose tensors `parts` has by name."""
     of, (first, *_) = next(iter(parts.items()))
     check_tensor("slot_mapping", slot_mapping, f"it has one slot per token of {of}")
+    counts = [x.shape[0] if x.dim() in map(len, shapes) else None for x, shapes, _ in parts.values()]
+    if None not in counts and len(set(counts)) > 1:
+        raise ValueError(
+            f"{' and '.join(parts)} must have one number of tokens, got {' and '.join(map(str, counts))}; "
+            "pass those of one step"
+        )
     for name, (x, shapes, wanted) in parts.items():
         if x.shape not in shapes or (x.stride(-1) != 1 and not x.is_contiguous()):
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 from quire.compile_ahead import processes
 from quire.dispatch.constants import CHOICES
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request
+from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request, spec_for_kernels
 from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.choose import key_steps, variants
 from quire.kernels.launch import Launch, alike, kernels_of
@@ -51,7 +51,8 @@ def launches_within(*bounds: Any) -> Iterator[Launch]:
 def scratch_within(*bounds: Any) -> int:
     """Return the most bytes of scratch of any batch within the bounds, which `variants_within` takes.
 
-    Of batches of a kind, those with the largest numbers have the most.
+    Of batches of a kind, those with the largest numbers have the most. Those with the fewest queries count too: where
+    the most make row blocks that are full, some variants are left out.
     """
     return max(map(scratch_of, variants_within(False, *bounds)), default=0)
 
@@ -97,12 +98,14 @@ def kinds(
         limits: most sequences, tokens and keys of a sequence; fewest queries and keys of a batch's longest sequence.
         per_token: of each kind of batches, whether it has intervals and trees; or also a flat table, and the kinds of
             its chosen keys.
-        least: whether numbers are the least.
+        least: whether numbers are the least; else queries are the least and the largest.
     """
     max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len = limits
     end = 0 if least else -1
-    queries = [place[end] for place in places(query_steps(spec, device), min_query_len, max_num_tokens)]
-    keys = [place[end] for place in places(key_steps(spec, device), min_seq_len, max_seq_len)]
+    of_queries = places(query_steps(spec, device), min_query_len, max_num_tokens)
+    queries = [number for place in of_queries for number in (place[:1] if least else dict.fromkeys(place))]
+    most_keys = Bounds(1, max_seq_len, 1).for_decision().max_seq_len  # which decode is decided for
+    keys = [place[end] for place in places(key_steps(spec, device), min_seq_len, most_keys)]
     of_seqs = POWERS if spec.latent else (1, MOST_SEQS_TO_APPEND)
     seqs = [place[end] for place in places(of_seqs, 1, max_num_seqs)]
     for num_seqs, num_queries, num_keys, of_token in product(seqs, queries, keys, per_token):
@@ -119,7 +122,7 @@ def kinds(
             one_each = num_queries == 1 and tokens == num_seqs
             for has_cu_seqlens in (False, True) if one_each else (True,):
                 bounds = Bounds(num_queries, num_keys, tokens)
-                yield Request(spec, num_seqs, has_cu_seqlens, bounds, device, *of_token)
+                yield Request(spec_for_kernels(spec), num_seqs, has_cu_seqlens, bounds, device, *of_token)
 
 
 def places(steps: Iterable[int], least: int, most: int) -> Iterator[tuple[int, int]]:

@@ -58,8 +58,9 @@ def workspace_size(
         extra_chosen: the same of `extra_chosen`.
 
     Returns:
-        Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))`. Without batch_invariant
-        they depend on the device and the spec, hardly on the bounds. 0 where PyTorch serves the device.
+        Bytes, for `plan(..., workspace=torch.zeros(bytes, dtype=torch.uint8, device=device))` without num_splits,
+        config and kernel. Without batch_invariant they depend on the device and the spec, hardly on the bounds. 0 where
+        PyTorch serves the device.
 
     Raises:
         TypeError: an argument is of the wrong type.

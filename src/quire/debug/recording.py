@@ -185,7 +185,8 @@ def check_path(path: Path | str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise ValueError(f"path must be the name of a file, got {name}, {error}; choose another one") from None
+        reason = getattr(error, "strerror", None) or error  # an OSError's own words have the whole name
+        raise ValueError(f"path must be the name of a file, got {name}, {reason}; choose another one") from None
     if where.is_dir() or not where.parent.is_dir():
         raise ValueError(f"path must be a file in a folder that is there, got {name}; make the folder first")
     return where

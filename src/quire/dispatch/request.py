@@ -1,16 +1,26 @@
 """`Request`: a batch to be planned for, in host values; and `Options`: what the caller of `quire.plan` asks for."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import DeviceProperties
+from quire.score_functions import softcap_of
 from quire.spec import AttentionSpec
 
 MOST_NEW_TOKENS = 16  # of a sequence, that a program of `append` writes before it reads them
 MOST_SEQS_TO_APPEND = 64  # 32 gain 1.5 to 2.6 %, 128 lose 0.3 to 2.9 % (NVIDIA H200, 2026-11-23)
 STEP_KEYS = 64  # rounding up to a multiple of it adds no tile where tiles have 64, 128 or 256 keys
+
+
+@lru_cache(maxsize=256)
+def spec_for_kernels(spec: AttentionSpec) -> AttentionSpec:
+    """Return the same spec, with a softcap in place of a function that is one: kernels have loops for it."""
+    if spec.score is None or spec.softcap is not None or spec.alibi:
+        return spec
+    cap = softcap_of(spec.score)
+    return spec if cap is None else replace(spec, score=None, softcap=cap)
 
 
 @dataclass(frozen=True)

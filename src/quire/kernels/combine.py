@@ -66,7 +66,7 @@ def combine_kernel(
         other_m = tl.where(empty, float("-inf"), other_lse * LOG2E)
         acc, m_i, l_i = combine_at_once(acc, m_i, l_i, other, other_m, tl.where(empty, 0.0, 1.0))
     m_i, l_i = tl.full([1], m_i, tl.float32), tl.full([1], l_i, tl.float32)
-    out, lse = finish((acc[None, :],), m_i, l_i, False)
+    out, lse = finish((acc[None, :],), m_i, l_i, False)  # pyright: ignore[reportArgumentType]
     ptrs = out_ptr + token * stride_out_token + head * stride_out_head + one[:, None] + offs_dv[None, :]
     result = as_stored(out[0], out_scale_ptr, out_ptr.dtype.element_ty)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(ptrs, result, mask=(offs_dv < HEAD_DIM_V)[None, :])

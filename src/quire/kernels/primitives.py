@@ -114,6 +114,8 @@ class RowBlock(NamedTuple):
     slopes: Any  # ALiBi slope of each row, or None
     keys: Any
     seq: Any  # the sequence
+    span: Any  # the lowest and the highest position of rows, padding included, for FUNCTION, or None
+    of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
 
 
 @triton.jit
@@ -337,7 +339,7 @@ def attend_tile(
         MASKED: false where every row sees every key of the tile.
         KEPT: rows keep their maxima, as `kept_step` says.
     """
-    q, rows, sight, slopes, keys, seq = block
+    q, rows, sight, slopes, keys, seq, _, of_rows = block
     cache, kv, kv_head, scoring = inputs.cache, inputs.kv, inputs.kv_head, inputs.scoring
     kv_pos = pos + tl.arange(0, T.BLOCK_N)
     keep = (kv_pos >= keys.start) & (kv_pos < keys.stop)  # 0 * NaN is NaN
@@ -393,7 +395,13 @@ def attend_tile(
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
-        scores = T.FUNCTION(scores, rows.q_pos, kv_pos, rows.head, inputs.kv_head, seq, rows.token, inputs.extras)
+        span = None
+        if block.span is not None:
+            span = block.span[0], block.span[1], pos + T.BLOCK_N - 1
+        cols = tl.arange(0, T.BLOCK_N)
+        scores = T.FUNCTION(
+            scores, rows.q_pos, span, pos, cols, rows.head, inputs.kv_head, seq, rows.token, inputs.extras, of_rows
+        )
     if MASKED:
         visible = keep[None, :]
         if sight.begin is not None:

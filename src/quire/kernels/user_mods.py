@@ -18,10 +18,12 @@ import triton.language as tl
 
 from quire.kernels import mods
 from quire.kernels.launcher import Plain
+from quire.kernels.user_tiles import Tile
 from quire.score_functions import ARGUMENTS, KINDS, OPERATORS, Extra, Function, axes_of, tree_of
 from quire.spec import AttentionSpec
 
 SIZE_STEP = 16  # a size is passed as a multiple of it and 3: Triton compiles for integers that are 1 or that 16 divides
+OF_ROWS = ARGUMENTS.keys() - {"score", "kv_pos"}  # arguments that do not depend on the key
 OF_HEADS = {"q_head": "num_q_heads", "kv_head": "num_kv_heads"}  # arguments that are an index in range
 
 
@@ -35,26 +37,34 @@ def passed(extras: tuple[Extra, ...], tensors: tuple[torch.Tensor, ...]) -> tupl
     return tuple(found)
 
 
-def function_of(spec: AttentionSpec, with_bounds: bool = False) -> Any:
+def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = False, is_gluon: bool = False) -> Any:
     """Return the jit function that turns scores into those that a spec's functions make; None without functions.
 
     Args:
         spec: what is computed.
         with_bounds: also hide the keys outside of the mask's bounds.
+        in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read extras where each score
+            has a number of its own. Triton would read these in a layout of its own, and move scores there and back
+            through shared memory.
+        is_gluon: it is for a kernel in Gluon, which has layouts of its own.
     """
     if spec.score is None and spec.mask is None:
         return None
-    return jit_functions(spec.score, spec.mask, spec.extras, spec.num_q_heads, spec.num_kv_heads, spec.dtype.itemsize)[
-        "bounded_scores" if with_bounds and spec.mask is not None and spec.mask.bounds else "scores"
-    ]
+    name = "bounded_scores" if with_bounds and spec.mask is not None and spec.mask.bounds else "scores"
+    return functions_of(spec, in_ptx, is_gluon)[name]
 
 
 def bounds_of(spec: AttentionSpec) -> Any:
     """Return the jit function that says which keys tokens see at most; None without one."""
     if spec.mask is None or not spec.mask.bounds:
         return None
-    found = jit_functions(spec.score, spec.mask, spec.extras, spec.num_q_heads, spec.num_kv_heads, spec.dtype.itemsize)
-    return found["bounds"]
+    return functions_of(spec)["bounds"]
+
+
+def functions_of(spec: AttentionSpec, in_ptx: bool = False, is_gluon: bool = False) -> dict[str, Any]:
+    """Return the jit functions of a spec's functions."""
+    heads = spec.num_q_heads, spec.num_kv_heads
+    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, is_gluon)
 
 
 @triton.jit
@@ -80,59 +90,126 @@ def floor_modulo(a, b):
 
 
 @triton.jit
+def fast_log(x):
+    # An instruction, where `tl.log` and `tl.log2` are polynomials. Its absolute error between 0.5 and 2 is 2^-22.
+    log = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return log * 0.6931471805599453
+
+
+@triton.jit
 def fast_tanh(x, factor, by):
     # by * tanh(x * factor / (2 log2(e))), as in `mods.softcap`, with an absolute error of float32 near `by`.
     r = tl.rsqrt(tl.exp2(x * factor) + 1.0)
     return by - 2.0 * by * r * r
 
 
+def load_in_ptx(name: str, kind: str, register: str, dtype: str) -> str:
+    """Return the text of a function that loads numbers, and keeps the layout of their addresses."""
+    code = f'"ld.global.{kind} $0, [$1];", "={register},l", [ptrs.to(tl.int64)], dtype=tl.{dtype}'
+    return f"@triton.jit\ndef {name}(ptrs):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
+
+
+LOADS = {  # the instruction, a register, and what that is in Triton
+    torch.float32: ("b32", "r", "float32"),
+    torch.float16: ("b16", "h", "float16"),
+    torch.bfloat16: ("b16", "h", "bfloat16"),
+    torch.int32: ("b32", "r", "int32"),
+    torch.int64: ("b64", "l", "int64"),
+    torch.int8: ("s8", "r", "int32"),
+    torch.uint8: ("u8", "r", "int32"),
+    torch.bool: ("u8", "r", "int32"),
+}
+
+
 @lru_cache(maxsize=1024)
 def jit_functions(
-    score: Function | None, mask: Function | None, extras: tuple[Extra, ...], q_heads: int, kv_heads: int, itemsize: int
+    score: Function | None,
+    mask: Function | None,
+    extras: tuple[Extra, ...],
+    q_heads: int,
+    kv_heads: int,
+    itemsize: int,
+    in_ptx: bool,
+    is_gluon: bool,
 ) -> dict[str, Any]:
     """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds."""
-    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize)
-    parts = [writer.function("user_score", score.source)] if score is not None else []
-    parts += [writer.function("user_mask", mask.source)] if mask is not None else []
+    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, is_gluon)
+    tile = None if score is None else Tile(writer, tree_of(score.source))
+    kinds = dict.fromkeys(extra.dtype for extra in extras) if writer.loads_in_ptx else ()
+    parts = [load_in_ptx(f"load_{str(dtype)[6:]}", *LOADS[dtype]) for dtype in kinds]
+    parts += [] if tile is None else [writer.function("user_score", tile.tree)]
+    if tile is not None:
+        parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form, _ in tile.forms]
+    parts += [writer.function("user_mask", tree_of(mask.source))] if mask is not None else []
     has_bounds = mask is not None and mask.bounds != ""
     if mask is not None and has_bounds:
-        parts += [writer.function("user_bounds", mask.bounds), BOUNDS]
-    parts += [combined("scores", score, mask is not None, False)]
-    parts += [combined("bounded_scores", score, True, True)] if has_bounds else []
+        parts += [writer.function("user_bounds", tree_of(mask.bounds)), BOUNDS]
+    loads = " ".join(f"{load}," for load in writer.of_rows.values())
+    head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
+    parts.append(f"{head}\n    return ({loads})\n")
+    parts += [combined("scores", score, tile, mask is not None, False)]
+    parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
     text = "\n\n".join(parts)
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
-    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_tanh)}
+    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh)}
     exec(compile(text, name, "exec"), scope)
     return {name: scope[name] for name in ("scores", "bounded_scores", "bounds") if name in scope}
 
 
 BOUNDS = """@triton.jit
 def bounds(q_pos, seq, token, extras):
-    first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras)
+    first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras, ())
     nothing = tl.zeros_like(q_pos)
     return nothing + first, nothing + last + 1
 """
 
 
-def combined(name: str, score: Function | None, has_mask: bool, with_bounds: bool) -> str:
-    """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N]."""
+def combined(name: str, score: Function | None, tile: Tile | None, has_mask: bool, with_bounds: bool) -> str:
+    """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N].
+
+    `pos` and `cols` are the tile's first position and what each key is after it. `span` has the lowest and the highest
+    position of rows, and that of the last key; it is None where they are not known. Without scores, it returns the
+    numbers of extras that each row reads, whatever the key: kernels call it so before the first tile, and pass them.
+    """
     token = "token[:, None].to(tl.int32)"
-    arguments = f"q_pos[:, None], kv_pos[None, :], q_head[:, None], kv_head, seq, {token}, extras"
-    lines = ["@triton.jit", f"def {name}(scores, q_pos, kv_pos, q_head, kv_head, seq, token, extras):"]
-    if score is not None:
+    arguments = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {token}, extras, of_rows"
+    lines = list[str]()
+    if score is not None and tile is not None:
         changed = f"user_score(scores, {arguments})"
         if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
             changed = f"tl.where(scores == scores, {changed}, scores)"
-        lines.append(f"    scores = {changed}")
+        if tile.forms:
+            lines += ["    if span is None:", f"        scores = {changed}", "    else:"]
+            lines += [f"        {line}" for line in ("q_low, q_high, last = span", *tile.lines)]
+            lines += [f"        known = {tile.scalars}"]
+            lines.append("        rest = True")
+            for form, serves in tile.forms:
+                # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
+                indent = "        "
+                if form == "inside":
+                    lines.append(f"{indent}if scores.shape[0] > 16:")
+                    indent += "    "
+                lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
+                lines += [f"{indent}if {form}:"]
+                lines += [f"{indent}    scores = {form}_score(scores, {arguments}, known, pos, cols)"]
+            lines += ["        if rest:", f"            scores = {changed}"]
+        else:
+            lines.append(f"    scores = {changed}")
     if has_mask:
         lines.append(f"    visible = user_mask(None, {arguments})")
         if with_bounds:
-            lines.append(f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras)")
-            lines.append("    visible = visible & (kv_pos[None, :] >= first) & (kv_pos[None, :] <= last)")
+            lines.append(
+                f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras, ())"
+            )
+            lines.append("    kv_pos = (pos + cols)[None, :]")
+            lines.append("    visible = visible & (kv_pos >= first) & (kv_pos <= last)")
         lines.append('    scores = tl.where(visible, scores, float("-inf"))')
-    return "\n".join([*lines, "    return scores", ""])
+    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {token}, extras)"
+    head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
+    head = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
+    return "\n".join([*head, *(f"    {line}" for line in lines), "        return scores", ""])
 
 
 class Writer:
@@ -141,11 +218,19 @@ class Writer:
     Args:
         extras: of the spec.
         sizes: of its heads, by name.
-        itemsize: bytes of a query's number, which say how precise tanh has to be.
+        itemsize: bytes of a query's number, which say how precise tanh and log have to be.
+        in_ptx: as in `function_of`, as the next.
+        is_gluon: see there.
     """
 
-    def __init__(self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int) -> None:
+    def __init__(
+        self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int, in_ptx: bool, is_gluon: bool
+    ) -> None:
+        self.in_ptx, self.loads_in_ptx, self.axes = in_ptx, in_ptx and not is_gluon, dict[str, frozenset[str]]()
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
+        self.form, self.tile, self.is_at_first = "", None, False
+        self.with_first = set[str]()  # names of what grows alike from key to key, whose first is known
+        self.of_rows, self.is_called_for_tiles = dict[str, str](), False  # loads that do not depend on the key, by text
         self.extras: dict[str, tuple[Extra, str, list[str]]] = {}  # and its pointer and sizes, as text
         place = 0
         for extra in extras:
@@ -156,26 +241,49 @@ class Writer:
             self.extras[extra.name] = extra, f"extras[{first}]", names
             place += 1
 
-    def function(self, name: str, text: str) -> str:
-        """Return the text of a jit function."""
-        lines = ["@triton.jit", f"def {name}({', '.join(own(argument) for argument in ARGUMENTS)}, extras):"]
-        assignments = [node for node in tree_of(text).body if isinstance(node, ast.Assign)]
-        self.assigned = {ast.unparse(node.targets[0]) for node in assignments}
-        for statement in tree_of(text).body:
+    def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
+        """Return the text of a jit function; `form` is one of `tile.forms`."""
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols") if form else ())]
+        lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
+        self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
+        self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
+        self.is_called_for_tiles = name != "user_bounds"
+        if form == "inside":
+            lines.append(
+                "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
+            )
+        for statement in tree.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                lines.append(f"    {own(statement.targets[0].id)} = {self.expression(statement.value)}")
+                target = statement.targets[0].id
+                if form == "inside" and tile is not None and id(statement) in tile.steady:
+                    lines.append(f"    first_{target} = {self.first(statement.value)}")
+                    self.with_first.add(target)
+                else:
+                    self.with_first.discard(target)
+                lines.append(f"    {own(target)} = {self.expression(statement.value)}")
+                self.axes[target] = self.axes_of(statement.value)
             elif isinstance(statement, ast.Return) and statement.value is not None:
                 lines.append(f"    return {self.expression(statement.value)}")
+        self.form, self.tile = "", None
         return "\n".join([*lines, ""])
+
+    def first(self, node: ast.expr) -> str:
+        """Return the value that an expression has at the first key of the tile."""
+        self.is_at_first = True
+        found = self.expression(node)
+        self.is_at_first = False
+        return found
 
     def expression(self, node: ast.expr) -> str:
         """Return an expression as Triton has it."""
-        of = self.expression
+        of, leaf = self.expression, None if self.tile is None else self.tile.leaves.get(id(node))
+        if leaf is not None and leaf.size is None:
+            return f"(known[{leaf.number}] != 0)"
         if isinstance(node, ast.Constant):
             is_finite = node.value not in (float("inf"), -float("inf"))
             return f"({node.value!r})" if is_finite else f'float("{node.value!r}")'
         if isinstance(node, ast.Name):
-            return own(node.id)
+            return f"first_{node.id}" if self.is_at_first and node.id in self.with_first else own(node.id)
         if isinstance(node, ast.Tuple):
             return ", ".join(map(of, node.elts))
         if isinstance(node, ast.UnaryOp):
@@ -189,11 +297,16 @@ class Writer:
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id == "tanh" and not self.is_exact:
             return self.fast_tanh(node)
-        word, arguments = node.func.id, [of(argument) for argument in node.args]
+        return self.called(node.func.id, [of(argument) for argument in node.args])
+
+    def called(self, word: str, arguments: list[str]) -> str:
+        """Return the call of one of WORDS."""
         if word in ("float", "int"):
             return f"({arguments[0]}).to(tl.{word}32)"
         if word in ("minimum", "maximum"):  # NaN stays NaN, as in PyTorch
             return f"tl.{word}({', '.join(arguments)}, propagate_nan=tl.PropagateNan.ALL)"
+        if word == "log" and self.in_ptx and not self.is_exact:
+            return f"fast_log({arguments[0]})"
         return f"{'exact_tanh' if word == 'tanh' else f'tl.{word}'}({', '.join(arguments)})"
 
     def fast_tanh(self, node: ast.Call, by: Any = 1.0) -> str:
@@ -207,7 +320,11 @@ class Writer:
             for number, call in ((node.left, node.right), (node.right, node.left)):
                 if isinstance(number, ast.Constant) and isinstance(call, ast.Call) and ast.unparse(call.func) == "tanh":
                     return self.fast_tanh(call, number.value)
-        a, b, sign = self.expression(node.left), self.expression(node.right), OPERATORS[type(node.op)][0]
+        return self.operator(node, self.expression(node.left), self.expression(node.right))
+
+    def operator(self, node: ast.BinOp, a: str, b: str) -> str:
+        """Return the value of an operator of two values."""
+        sign = OPERATORS[type(node.op)][0]
         number: Any = node.right.value if isinstance(node.right, ast.Constant) else None
         if sign in ("//", "%"):
             if type(number) is int and number > 0 and number & (number - 1) == 0:
@@ -222,16 +339,41 @@ class Writer:
         assert isinstance(node.value, ast.Name)
         extra, pointer, sizes = self.extras[node.value.id]
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        offset = ""
-        for index, size in zip(indices, sizes, strict=True):
+        offset, by_key = "", list[str]()  # what addresses of a row grow by
+        for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            leaf = None if self.tile is None else self.tile.leaves.get(id(index))
             name = ast.unparse(index)
-            is_head = name in OF_HEADS and name not in self.assigned
-            in_range = is_head and size == str(self.sizes[OF_HEADS[name]])
-            place = self.expression(index) if in_range else f"clamped({self.expression(index)}, {size})"
+            is_in_range = name not in self.assigned and size == str(self.sizes.get(OF_HEADS.get(name, "")))
+            if leaf is not None and self.form == "flat":
+                place = f"known[{leaf.number}]"
+            elif leaf is not None and leaf.interval.is_exact and leaf.interval.step is not None:
+                place = self.first(index)
+                by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
+            elif is_in_range or (leaf is not None and leaf.interval.is_exact):
+                place = self.expression(index)
+            else:
+                place = f"clamped({self.expression(index)}, {size})"
             offset = f"({offset} * {size} + {place})" if offset else place
-        loaded = f"tl.load({pointer} + {offset})"
+        if by_key:
+            # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
+            # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.
+            step = " + ".join(by_key)
+            offset = f"tl.maximum({offset} + near * ({step}), -1073741824) + far * ({step})"
+        varies = frozenset({"rows", "keys"}) <= self.axes_of(node)
+        load = f"load_{str(extra.dtype)[6:]}" if self.loads_in_ptx and varies else "tl.load"
+        loaded = f"{load}({pointer} + {offset})"
         kind = KINDS[extra.dtype]
-        return f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
+        found = f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
+        names = {part.id for index in indices for part in ast.walk(index) if isinstance(part, ast.Name)}
+        if not self.is_called_for_tiles or not names <= OF_ROWS - self.assigned:
+            return found
+        self.of_rows.setdefault(ast.unparse(node), found)
+        return f"of_rows[{list(self.of_rows).index(ast.unparse(node))}]"
+
+    def axes_of(self, node: ast.expr) -> frozenset[str]:
+        """Return the axes over which a value varies."""
+        names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+        return frozenset[str]().union(*(self.axes.get(name, frozenset()) for name in names))
 
 
 def scaled(node: ast.expr) -> tuple[ast.expr, float]:

@@ -160,7 +160,7 @@ class HopperLaunch:
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec)
+        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec, in_ptx=True, is_gluon=True)
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
         if score_mod is mods.softcap and not self.fixed_split_size and function is None:
             score_mod = capped_exponents if has_bounded_scores(spec) else softcap

@@ -16,7 +16,7 @@ from quire.kernels.gluon.pipeline import SPARES, SWIZZLE_BYTES, expect_bytes, lo
 from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue, take, taken_work_tile
 from quire.kernels.hopper.tile_scheduler import address_of, find_work_tile, load_row_block, place_of_work_tile
-from quire.kernels.hopper.work_tile import ROWS, WorkTile, publish_work_tile, visible_keys
+from quire.kernels.hopper.work_tile import ROWS, WorkTile, publish_seq, publish_work_tile, visible_keys
 from quire.kernels.panels import power_of_two
 
 
@@ -160,6 +160,8 @@ def produce(memory, sources, batch, division, config):
                 load_keys(k, kv_head, tile_i, find_boxes(k, kv_head, pages, lane, pos, config), pos, visible, config)
             stage = memory.q.acquire(work_i)
             publish_work_tile(memory.published, stage, work, keys)
+            if config.FUNCTION is not None:
+                publish_seq(memory.published, stage, seq)
             load_queries(memory.q, stage, sources.q_desc, work, config, ZEROS)
             work_i += 1
 

@@ -53,6 +53,8 @@ class Products:
     scale: Any  # of scores: a number, or one for each row
     slopes: Any  # of each row's head, or None
     sight: Any  # Sight, or None where rows see a band
+    seq: Any  # the sequence, where there is a FUNCTION
+    of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
     work_i: Any  # which use of the pipeline of queries it is
     tile_i: Any  # which use of the pipelines of keys and values its first tile is
 
@@ -61,7 +63,7 @@ class Products:
 def with_scale(products, scale):
     """Return Products with another scale."""
     p = products
-    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.work_i, p.tile_i)
+    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.work_i, p.tile_i)
 
 
 @gluon.jit
@@ -92,16 +94,26 @@ def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
 
 
 @gluon.jit
+def arguments_of_rows(own, work, config):
+    """Return the position, the query head and the token of each row."""
+    # Rows without queries have a head, too: a function may read what is of it.
+    q_head = gl.minimum(work.head + own.rows // own.TOKENS, config.NUM_KV_HEADS * config.GROUP - 1)
+    offset = work.token + own.rows % own.TOKENS
+    return work.first_pos + offset, q_head, work.q_start + offset
+
+
+@gluon.jit
 def by_function(scores, pos, products, config):
     """Return the scores of the tile that begins at position `pos` as users' functions make them."""
     own, work = products.own, products.work
-    q_pos = work.first_pos + work.token + own.rows % own.TOKENS
-    # Rows without queries have a head, too: a function may read what is of it.
-    q_head = gl.minimum(work.head + own.rows // own.TOKENS, config.NUM_KV_HEADS * config.GROUP - 1)
-    token = work.q_start + work.token + own.rows % own.TOKENS
+    q_pos, q_head, token = arguments_of_rows(own, work, config)
+    low_pos = work.first_pos + work.token
+    span = low_pos, low_pos + own.TOKENS - 1, pos + keys_of(own.cols) - 1
     kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
     for i in gl.static_range(len(scores)):
-        score = config.FUNCTION(scores[i], q_pos, pos + own.cols[i], q_head, kv_head, None, token, extras)
+        score = config.FUNCTION(
+            scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows
+        )
         changed = changed + (score,)
     return changed
 

@@ -87,10 +87,7 @@ def refusal_of(request: Request, options: Options) -> str | None:
         return "chosen keys"
     if spec.has_bounds:
         return "a mask with bounds"
-    functions = [function for function in (spec.score, spec.mask) if function is not None]
-    if any("seq" in function.arguments for function in functions):
-        return "a function of the sequence"
-    if functions and options.batch_invariant:
+    if (spec.score is not None or spec.mask is not None) and options.batch_invariant:
         return "functions on scores or masks with batch_invariant"
     if options.config is not None or options.num_splits is not None:
         return "config or num_splits"

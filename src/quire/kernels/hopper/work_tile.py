@@ -23,7 +23,7 @@ ROWS = gl.constexpr(64)  # rows of a consumer warpgroup
 SEQS = gl.constexpr(128)  # sequences that are compared in one step
 NAN = gl.constexpr(0x7FC00000)
 WORK_FIELDS = gl.constexpr(9)  # fields of WorkTile
-WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it
+WORDS = gl.constexpr(16)  # 32-bit words of shared memory for a WorkTile, and for a Range or a Cut after it; and a seq
 
 
 class WorkTile(NamedTuple):
@@ -101,6 +101,20 @@ def publish_work_tile(published, stage, work, more):
         published.index(stage * WORDS + i).store(gl.full([1], work[i], gl.int32, LAYOUT))
     for i in gl.static_range(len(more)):
         published.index(stage * WORDS + WORK_FIELDS + i).store(gl.full([1], more[i], gl.int32, LAYOUT))
+
+
+@gluon.jit
+def publish_seq(published, stage, seq):
+    """Write the sequence of a work tile to shared memory, for users' functions."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    published.index(stage * WORDS + WORDS - 1).store(gl.full([1], seq, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def read_seq(published, stage):
+    """Return the sequence that `publish_seq` wrote."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(published.index(stage * WORDS + WORDS - 1).load(LAYOUT), 0)
 
 
 @gluon.jit

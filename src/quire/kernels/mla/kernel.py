@@ -67,6 +67,7 @@ class Place(NamedTuple):
     seq: Any
     token: Any  # of each row
     extras: Any  # from `user_mods.passed`
+    of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
 
 
 @triton.jit
@@ -207,7 +208,10 @@ def fold_latents(
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, q_pos, kv_pos, slopes, scoring.softcap)
     if T.FUNCTION is not None:
-        scores = T.FUNCTION(scores, q_pos, kv_pos, place.head, place.seq * 0, place.seq, place.token, place.extras)
+        kv_head = place.seq * 0
+        scores = T.FUNCTION(
+            scores, q_pos, None, 0, kv_pos, place.head, kv_head, place.seq, place.token, place.extras, place.of_rows
+        )
     visible = keep[None, :]
     if T.PER_ROW_MASK:
         low, high = q_pos - scoring.window_left, q_pos + scoring.window_right
@@ -450,7 +454,10 @@ def mla_kernel(
         slopes = None
         if slopes_ptr is not None:
             slopes = tl.load(slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
-        place = Place(rows.head, seq, rows.token, extras)
+        of_rows = None
+        if FUNCTION is not None:
+            of_rows = FUNCTION(None, rows.q_pos, None, None, None, rows.head, seq * 0, seq, rows.token, extras, None)
+        place = Place(rows.head, seq, rows.token, extras, of_rows)
         following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)

@@ -108,7 +108,8 @@ class MLALaunch(PortableLaunch):
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
             "BLOCK_R": padded(rope), "ROW_BLOCKS": self.row_blocks, "MULTI_BAND": self.multi_block,
-            "COMBINE_ROOM": 4096 * config.num_warps, "FUNCTION": user_mods.function_of(spec, with_bounds=True),
+            "COMBINE_ROOM": 4096 * config.num_warps,
+            "FUNCTION": user_mods.function_of(spec, with_bounds=True, in_ptx=self.request.device.has_ptx),
         }  # fmt: skip
 
     def column_parts(self, packed: bool) -> int:

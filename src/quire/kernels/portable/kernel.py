@@ -198,7 +198,15 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         if not F.PARTITIONED or stop * T.BLOCK_N > first_pos:  # this program reads new keys, so it writes them first
             write_new(inputs, q_start, q_len, T)
             tl.debug_barrier()
-    block = RowBlock(q, rows, sight, slopes, keys, seq)
+    span, of_rows = None, None
+    if T.FUNCTION is not None:
+        of_rows = T.FUNCTION(
+            None, rows.q_pos, None, None, None, rows.head, inputs.kv_head, seq, rows.token, inputs.extras, None
+        )
+    if T.FUNCTION is not None and F.FIXED_SPLIT == 0:  # the forms of a function may differ in the last bit
+        low_pos = first_pos + first_row // T.GROUP
+        span = low_pos, low_pos + (T.GROUP - 1 + T.BLOCK_M - 1) // T.GROUP
+    block = RowBlock(q, rows, sight, slopes, keys, seq, span, of_rows)
     following, poison = sequence, 0.0
     if F.PARTITIONED:
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to

@@ -278,7 +278,7 @@ class PortableLaunch:
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
-            "SCORE_MOD": mods.score_mod(spec), "FUNCTION": user_mods.function_of(spec),
+            "SCORE_MOD": mods.score_mod(spec), "FUNCTION": user_mods.function_of(spec, in_ptx=device.has_ptx),
             "BOUNDS": user_mods.bounds_of(spec),
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,

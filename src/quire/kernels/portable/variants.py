@@ -126,7 +126,10 @@ def variants(
                 continue
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
                 base = next(iter(configs.values()))
-                launch = replace(launch, fallback=replace(launch, config=base))
+                fallback = replace(launch, config=base)
+                if not within and fallback.scratch_size().total > MOST_INVARIANT_SCRATCH:  # of more row blocks
+                    fallback = replace(whole, config=base)
+                launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
             if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
                 found[f"portable {name} mixed"] = replace(launch, decode=decode)

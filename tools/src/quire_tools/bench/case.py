@@ -8,6 +8,7 @@ import torch
 
 import quire
 from quire.drawn import PlanBounds, flops_of
+from quire_tools.bench.scores import SCORES
 
 Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "MLA prefill"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -79,6 +80,7 @@ class CaseOptions(TypedDict, total=False):
     dtype: str
     kv_dtype: str | None
     packed: bool
+    scores: str | None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Case:
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
         shared_prefix: leading keys that all sequences have in the same pages, a multiple of the page size.
         layer: the attention of a layer that none of MODELS has.
+        scores: what it does to scores, a key of SCORES; None for nothing.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Case:
     packed: bool = False
     shared_prefix: int = 0
     layer: Model | None = None
+    scores: str | None = None
 
     @property
     def attention(self) -> Model:
@@ -118,6 +122,9 @@ class Case:
     def spec(self) -> quire.AttentionSpec:
         """The spec of the layer, in these dtypes."""
         model = self.attention
+        fields: dict[str, Any] = {"softcap": model.softcap}
+        if self.scores is not None:
+            fields |= SCORES[self.scores].fields
         return quire.AttentionSpec(
             num_q_heads=model.num_q_heads,
             num_kv_heads=model.num_kv_heads,
@@ -129,7 +136,7 @@ class Case:
             head_dim_v=model.head_dim_v,
             softmax_scale=model.softmax_scale,
             latent=model.latent,
-            softcap=model.softcap,
+            **fields,
         )
 
     @property

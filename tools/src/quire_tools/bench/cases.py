@@ -6,12 +6,14 @@
 import csv
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
 from quire_tools.bench.case import DEFAULT_MODEL, KV_FORMATS, KV_MODELS, Case, CaseOptions, Kind
+from quire_tools.bench.scores import SCORES
 
 
 def decode(num_seqs: int, length: int, suffix: str = "", **options: Unpack[CaseOptions]) -> Case:
@@ -109,6 +111,13 @@ def over_expanded(num_heads: int, lens: Sequence[tuple[int, int]], name: str) ->
     """Make a case of (query length, sequence length) pairs over keys that were expanded from latents."""
     model = f"MLA, {num_heads} heads, expanded"
     return Case(f"MLA {name} h{num_heads}", "MLA prefill", tuple(lens), model, page_size=1, packed=True)
+
+
+def with_scores(case: Case) -> Iterator[Case]:
+    """Make a case as it is, and with each change of scores."""
+    yield case
+    for name in SCORES:
+        yield replace(case, name=f"{case.name} {name}", scores=name)
 
 
 FP8: CaseOptions = {"kv_dtype": "float8_e4m3fn"}
@@ -215,6 +224,20 @@ SETS = {
         )
     ),
     "shared": (samples(64, 8192, 256), samples(8, 2048, 256), samples(16, 32768, 512)),
+    "scores": tuple(
+        case
+        for plain in (
+            decode(1, 4096),
+            decode(32, 2048),
+            prompts("prefill 2048", [2048]),
+            prompts("prefill 8192", [8192]),
+            step(32, 2048, (512, 4096)),
+            decode(32, 2048, " 32/8/64", model="Llama-3.2-1B"),
+            prompts("prefill 4096 32/8/64", [4096], model="Llama-3.2-1B"),
+            step(32, 2048, (512, 512), (512, 512), model="Llama-3.2-1B"),
+        )
+        for case in with_scores(plain)
+    ),
     "mla": MLA,
     "mla_prefill": MLA_PREFILL,
 }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 import quire
 from quire_tools.bench.case import Case
+from quire_tools.bench.scores import SCORES, slopes_of
 
 MAX_TABLES = 256
 L2_MULTIPLE = 6  # the page tables together point at this many times the bytes of the L2 cache
@@ -30,6 +32,8 @@ class Inputs:
         cu_seqlens_q: [num_seqs + 1] int32.
         cu_seqlens_k: the same for keys.
         sinks: [num_q_heads], or None.
+        alibi_slopes: [num_q_heads], or None.
+        extras: the tensors of the spec's functions.
     """
 
     case: Case
@@ -40,6 +44,13 @@ class Inputs:
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None = None
+    extras: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Further arguments of `quire.attention`."""
+        return {"sinks": self.sinks, "alibi_slopes": self.alibi_slopes, "extras": self.extras}
 
     def batch(self, table: torch.Tensor) -> quire.Batch:
         """Return the sequences, with one of the tables."""
@@ -106,7 +117,13 @@ def make_inputs(
     seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32, device=device)
     q = torch.randn(case.num_tokens, spec.num_q_heads, spec.head_dim, device=device, generator=generator).to(spec.dtype)
     sinks = torch.randn(spec.num_q_heads, device=device, generator=generator).to(spec.dtype) if spec.sinks else None
-    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, key_starts, sinks)
+    slopes = slopes_of(spec.num_q_heads).to(device) if spec.alibi else None
+    extras: tuple[torch.Tensor, ...] = ()
+    if case.scores is not None:
+        random = partial(torch.randn, device=device, generator=generator)
+        made = SCORES[case.scores].extras(case.num_tokens, spec.num_q_heads, random)
+        extras = tuple(extra.to(device) for extra in made)
+    return Inputs(case, q, cache, tuple(tables), seq_lens, starts, key_starts, sinks, slopes, extras)
 
 
 def make_cache(case: Case, num_pages: int, device: torch.device, generator: torch.Generator) -> quire.PagedKVCache:

@@ -174,6 +174,7 @@ class Peer:
         in_fp8: it multiplies fp8 latents in fp8, queries included, so its results have the budget of that arithmetic.
         for_hopper: its kernels, or its configurations of them, are for Hopper GPUs; it takes no part where an older
             card's code runs.
+        scores: which functions on scores it serves, and whether ALiBi, of `bench.scores`. Adapters refuse softcaps.
     """
 
     name: str
@@ -185,6 +186,7 @@ class Peer:
     serves: tuple[Layout, ...] = ("pages",)
     in_fp8: bool = False
     for_hopper: bool = False
+    scores: tuple[str, ...] = ()
 
     def why_absent(self, card: str | None = None) -> str | None:
         """Return why it cannot be used here; None if it can. `card` is an older card whose code runs here."""
@@ -254,7 +256,9 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
         NotServed: the library lacks what the case needs, or its result is wrong.
         Exception: whatever the library raises.
     """
-    device, table = inputs.q.device, inputs.tables[0]
+    device, table, spec = inputs.q.device, inputs.tables[0], inputs.case.spec
+    if (spec.score is not None or spec.alibi) and inputs.case.scores not in peer.scores:
+        raise NotServed(f"does not serve {inputs.case.scores}")
     out = inputs.empty_out()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
@@ -264,7 +268,7 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
     result = call()
     torch.cuda.synchronize()
     scratch_bytes = torch.cuda.max_memory_allocated(device) - before
-    in_fp8 = peer.in_fp8 and inputs.case.spec.kv_dtype.itemsize == 1
+    in_fp8 = peer.in_fp8 and spec.kv_dtype.itemsize == 1
     verdict = sample.judge(out if result is None else result.reshape(out.shape), in_fp8)
     del result
     if not verdict.passed:

@@ -9,6 +9,7 @@ import torch
 import quire
 from quire.testing import Oracle, Problem, Verdict
 from quire_tools.bench.inputs import Inputs
+from quire_tools.bench.scores import SCORES
 
 SAMPLE = 16  # queries at each end of a sequence that are compared with the oracle
 
@@ -47,7 +48,20 @@ class Sample:
             query_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         )
         q = inputs.q[self.rows]
-        problem = Problem(case.spec, batch, inputs.cache, q, tuple(query_lens), tuple(seq_lens), inputs.sinks, None)
+        extras = inputs.extras
+        if case.scores is not None and SCORES[case.scores].per_token:
+            extras = tuple(extra[self.rows] for extra in extras)
+        problem = Problem(
+            case.spec,
+            batch,
+            inputs.cache,
+            q,
+            tuple(query_lens),
+            tuple(seq_lens),
+            inputs.sinks,
+            inputs.alibi_slopes,
+            extras=extras,
+        )
         self.oracle = Oracle(problem)
 
     def judge(self, out: torch.Tensor, in_fp8: bool = False) -> Verdict:

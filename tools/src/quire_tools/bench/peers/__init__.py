@@ -26,7 +26,9 @@ from quire_tools.bench.peers.call_quire import (
     quire_with_config,
     quire_with_fp8_products,
 )
+from quire_tools.bench.peers.call_sglang import sglang_triton_calls
 from quire_tools.bench.peers.call_vllm_triton import vllm_triton_calls, vllm_triton_mla_calls
+from quire_tools.bench.scores import SCORES
 
 __all__ = ["BASELINES", "NAIVE", "PEERS", "Peer", "quire_calls", "quire_with_config"]
 
@@ -34,13 +36,14 @@ NAIVE = "Quire, naive"
 EVERYTHING: tuple[Layout, ...] = get_args(Layout)
 LATENTS: tuple[Layout, ...] = ("latents",)
 PEERS = (
-    Peer("Quire", "quire", quire_calls, plans=True, serves=EVERYTHING),
+    Peer("Quire", "quire", quire_calls, plans=True, serves=EVERYTHING, scores=tuple(SCORES)),
     Peer(
         "Quire, batch-invariant",
         "quire",
         partial(quire_calls, batch_invariant=True),
         plans=True,
         serves=("pages", "latents"),
+        scores=tuple(SCORES),
     ),
     Peer("Quire, flat", "quire", partial(quire_calls, shared_prefix=None), plans=True, serves=("shared pages",)),
     Peer("Quire, portable", "quire", partial(quire_calls, kernel="mla"), plans=True, serves=LATENTS),
@@ -98,11 +101,24 @@ PEERS = (
     ),
     Peer("FlashInfer XQA", "flashinfer.decode", xqa_calls, package="flashinfer-python"),
     Peer("FlashInfer BatchAttention", "flashinfer", batch_attention_calls, plans=True, package="flashinfer-python"),
-    Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls),
+    Peer("vLLM Triton", "vllm.v1.attention.ops.triton_unified_attention", vllm_triton_calls, scores=("ALiBi",)),
+    Peer(
+        "SGLang Triton",
+        "sglang.kernels.ops.attention.score_mod",
+        sglang_triton_calls,
+        scores=("relative bias",),
+    ),
     Peer("vLLM Triton MLA", "vllm.v1.attention.ops.triton_decode_attention", vllm_triton_mla_calls, serves=LATENTS),
     Peer("cuDNN", "cudnn", cudnn_calls, package="nvidia-cudnn-frontend", for_hopper=True),
     Peer("SDPA, not paged", "torch", sdpa_calls),
-    Peer("FlexAttention, not paged", "torch", flex_calls, slow=True, for_hopper=True),
+    Peer(
+        "FlexAttention, not paged",
+        "torch",
+        flex_calls,
+        slow=True,
+        for_hopper=True,
+        scores=tuple(name for name, each in SCORES.items() if "score" in each.fields),
+    ),
     Peer(NAIVE, "quire", naive_calls),
 )
 BASELINES = ("SDPA, not paged", "FlexAttention, not paged")  # they read no pages, so neither is "the best other"

@@ -13,11 +13,17 @@ def refuse(condition: bool, why: str) -> None:
         raise NotServed(why)
 
 
-def refuse_special_dtypes_and_scores(inputs: Inputs) -> None:
-    """Raise NotServed unless queries and cache have the same 16-bit dtype, and there are neither sinks nor softcap."""
+def refuse_special_dtypes(inputs: Inputs) -> None:
+    """Raise NotServed unless queries and cache have the same 16-bit dtype."""
     spec = inputs.case.spec
     dtypes = f"{spec.dtype} on {spec.kv_dtype}".replace("torch.", "")
     refuse(spec.dtype.itemsize != 2 or spec.kv_dtype != spec.dtype, f"does not serve {dtypes}")
+
+
+def refuse_special_dtypes_and_scores(inputs: Inputs) -> None:
+    """Raise NotServed unless queries and cache have the same 16-bit dtype, and there are neither sinks nor softcap."""
+    spec = inputs.case.spec
+    refuse_special_dtypes(inputs)
     refuse(spec.sinks, "does not serve sinks")
     refuse(spec.softcap is not None, "does not serve softcap")
 

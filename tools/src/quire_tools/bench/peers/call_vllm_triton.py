@@ -44,6 +44,7 @@ def vllm_triton_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
         None,
         seq_threshold_3D=128 // spec.num_kv_heads,
         num_par_softmax_segments=16,
+        alibi_slopes=inputs.alibi_slopes,
         sinks=inputs.sinks,
         softmax_segm_output=segment_out,
         softmax_segm_max=segment_max,
