@@ -300,7 +300,7 @@ def attend_tiles(
                     l_i += poison
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
-        return whole_acc, whole_m, whole_l
+        acc, m_i, l_i = whole_acc, whole_m, whole_l
     return acc, m_i, l_i
 
 
