@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
@@ -66,6 +66,7 @@ def tile_of(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(q_low=st.integers(0, 400), rows=st.integers(1, 20), pos=st.integers(0, 400), keys=st.integers(1, 40))
 def test_intervals_have_all_values(function, q_low, rows, pos, keys):
     tile, extras, passed = tile_of(function)
