@@ -302,7 +302,8 @@ def attend_tiles(
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
         return whole_acc, whole_m, whole_l
-    return acc, m_i, l_i
+    else:
+        return acc, m_i, l_i
 
 
 @triton.jit(
