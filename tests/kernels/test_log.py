@@ -228,19 +228,20 @@ def test_a_fallback_for_queries_names_their_strides():
     )
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "layout", "page_size", "reason"),
-    [
-        (None, "NHD", 2, "pages of 2"),
-        (torch.float8_e4m3fn, "fp8_ds_mla", 64, "records of vLLM's fp8_ds_mla"),
-    ],
-)
-def test_a_fallback_of_the_kernel_for_latents_says_why(kv_dtype, layout, page_size, reason):
-    spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=1.0, kv_dtype=kv_dtype)
-    cache = quire.PagedKVCache.empty(spec, 2, page_size, layout=layout)
-    launch = hopper_launch(spec, "mla_hopper")
-    assert launch.for_cache(cache) is launch.fallback
-    assert launch.unserved(cache) == reason
+def test_a_fallback_of_the_kernel_for_latents_says_why():
+    """It serves pages of two, whose rows are gathered, but no records, and nothing that TMA cannot address."""
+    unaligned = torch.zeros(2 * 64 * 576 + 4, dtype=torch.bfloat16)[4:].view(2, 64, 576)
+    for kv_dtype, cache, reason in (
+        (None, quire.PagedKVCache.from_latents(unaligned, 512), "latents at an address that 16 does not divide"),
+        (torch.float8_e4m3fn, None, "records of vLLM's fp8_ds_mla"),
+    ):
+        spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=1.0, kv_dtype=kv_dtype)
+        cache = cache or quire.PagedKVCache.empty(spec, 2, 64, layout="fp8_ds_mla")
+        launch = hopper_launch(spec, "mla_hopper")
+        assert launch.for_cache(cache) is launch.fallback
+        assert launch.unserved(cache) == reason
+    small_pages = quire.PagedKVCache.empty(replace(spec, kv_dtype=torch.bfloat16), 2, 2)
+    assert launch.for_cache(small_pages) is launch
 
 
 def test_launches_have_ranges_in_plans_of_a_profiler_alone(device):

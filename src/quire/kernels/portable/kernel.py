@@ -300,8 +300,9 @@ def attend_tiles(
                     l_i += poison
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
-        acc, m_i, l_i = whole_acc, whole_m, whole_l
-    return acc, m_i, l_i
+        return whole_acc, whole_m, whole_l
+    else:
+        return acc, m_i, l_i
 
 
 @triton.jit(
