@@ -57,8 +57,9 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
         256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wc, 128x64 w8 s2u p1 /wj",
     },
 }
-# Where products are neither's, and little was measured: row blocks have as many rows as a sequence, up to so many.
-# Longer sequences are cut if row blocks are fewer than so many for each SM.
+# Where products are not wgmma's, row blocks have as many rows as a sequence, up to so many: no sweep timed lower ones,
+# and numbers fitted to short sequences took 16 rows for 788 (3.07 of FlashInfer's time, NVIDIA H200 as sm80).
+# Where they are not mma.sync's either, longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
 # Of AMD's GPUs, which have a quarter of the shared memory.
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
@@ -111,7 +112,7 @@ def variants(
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     for name, config in configs.items():
-        if not (takes_all or is_listed) and is_short(config, rows, configs):
+        if not takes_all and not device.has_wgmma and is_short(config, rows, configs):
             continue
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
