@@ -22,6 +22,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import CompiledKernel as CompiledKernel
 from triton.compiler import make_backend
+from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import FileCacheManager, triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable, JITFunction
@@ -293,8 +294,11 @@ def compiling_in(executor: futures.Executor) -> Iterator[Callable[[float], int]]
     Yields:
         A function that waits for so many seconds and returns how many kernels are still missing.
     """
-    with parsing_in_turn(), AsyncCompileMode(executor) as mode:
-        yield lambda seconds: len(futures.wait(mode.raw_futures, seconds).not_done)
+    try:
+        with parsing_in_turn(), AsyncCompileMode(executor) as mode:
+            yield lambda seconds: len(futures.wait(mode.raw_futures, seconds).not_done)
+    finally:
+        active_mode.set(None)  # Triton 3.6 leaves it where a kernel failed, and later ones would go to this executor
 
 
 def cuobjdump() -> Path:

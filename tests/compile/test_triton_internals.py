@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.compiler.errors import CompilationError
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -44,6 +45,11 @@ def add_one(x):
 def add(x, y, n, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     tl.store(y + offs, add_one(tl.load(x + offs, mask=offs < n)), mask=offs < n)
+
+
+@triton.jit
+def add_another(x, y, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK < 0, "tensors of different sizes")
 
 
 @gluon.jit
@@ -275,6 +281,16 @@ def test_kernels_are_compiled_in_an_executor_and_missing_ones_counted(driven):
         coming = compiled_add((*tensors(16), 7), fresh(add))
         assert num_missing(60.0) == 0
     assert coming.result().asm["cubin"]
+
+
+def test_after_a_kernel_that_does_not_compile_others_do_as_before(driven):
+    with (
+        pytest.raises(CompilationError, match="tensors of different"),
+        ThreadPoolExecutor(1) as executor,
+        internals.compiling_in(executor),
+    ):
+        compiled_add((*tensors(16), 7), add_another)
+    assert compiled_add((*tensors(16), 7), fresh(add)).asm["cubin"]
 
 
 def test_a_second_launch_passes_what_the_binder_s_does(driven):
