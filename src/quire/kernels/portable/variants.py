@@ -111,8 +111,9 @@ def variants(
     listed = uses_listed(spec, device, one_each, alone) if is_listed else {}
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
+    always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
-        if not takes_all and not device.has_wgmma and is_short(config, rows, configs):
+        if not takes_all and not device.has_wgmma and is_short(config, rows, always):
             continue
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
