@@ -291,7 +291,7 @@ IN_INTERPRETER = {
         "kernels/portable/kernel.py",
         "tl.where(has_after | has_before, full_start",
         "tl.where(start <= stop, full_start",
-        ATTENTION + "the_loop_without_masks_ends_where_the_first_draft_s_keys_end[None]",
+        KEPT + "[0.25-None-2]",
     ),
     "a partial forgotten": Mutant(
         "kernels/portable/reduce.py", "- first_partition + 1\n", "- first_partition\n", LONG + "[7]"
