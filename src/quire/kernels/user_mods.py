@@ -43,10 +43,9 @@ def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = F
     Args:
         spec: what is computed.
         with_bounds: also hide the keys outside of the mask's bounds.
-        in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read extras where each score
-            has a number of its own. Triton would read these in a layout of its own, and move scores there and back
-            through shared memory.
-        is_gluon: it is for a kernel in Gluon, which has layouts of its own.
+        in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read an extra for each score.
+            Triton would choose another layout for these reads, and move scores there and back through shared memory.
+        is_gluon: it is for a kernel in Gluon, which names its layouts.
     """
     if spec.score is None and spec.mask is None:
         return None

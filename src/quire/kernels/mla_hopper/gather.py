@@ -1,4 +1,4 @@
-"""The producer that gathers latents which TMA loads in no boxes, those of small pages and those that lists name.
+"""The producer that gathers rows: the latents of small pages, and those that lists of chosen keys name.
 
 TMA of Hopper GPUs loads no rows from anywhere. So four warps copy them in pieces of 16 bytes (`cp.async`) to where TMA
 would put them. Eight threads copy 128 bytes of a row, and each thread has the same rows in all pieces of a tile: it
