@@ -227,7 +227,7 @@ GPU_JOBS ?= 8
 # slow cases are left out.
 AS :=  # make has a program of this name
 test-gpu: $(if $(findstring $(BIN),$(PY)),$(VENV)/.ready)
-	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
+	$(if $(AS),TRITON_OVERRIDE_ARCH=$(AS) )PYTHONPATH=src:tools/src $(PY) -m pytest $(if $(filter sm86,$(AS)),-m "$(BY_DEFAULT) and not slow" )-p no:benchmark -p tests.gpu_of_worker -n $(GPU_JOBS) --dist worksteal tests/gpu tests/kernels tests/test_service.py tests/test_ops.py tests/test_api.py tests/test_recipes.py tests/test_examples.py tests/integrations
 
 # A workflow runs it every night where there is a runner with a GPU.
 HISTORY ?= build/history.json

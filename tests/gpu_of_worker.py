@@ -1,0 +1,12 @@
+"""A plugin of pytest: where there are several GPUs, the processes of pytest-xdist take turns at them.
+
+It is loaded before PyTorch, since CUDA reads the variable once: `pytest -p tests.gpu_of_worker -n 32`.
+"""
+
+import os
+from pathlib import Path
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+if WORKER is not None and GPUS > 1:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(WORKER.removeprefix("gw")) % GPUS))
