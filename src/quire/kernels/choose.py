@@ -4,6 +4,7 @@ There is no other rule. Each family lists its variants (`variants.py` in its fol
 `dispatch/predict.py` says how long that takes, by numbers of `dispatch/constants`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -150,8 +151,8 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        # Without programmatic launch, it begins when the first one has ended.
-        time = max(time, after) if launch.request.device.supports_pdl else time + after
+        # The Hopper kernel's overlaps it. In one grid, one multiplies while the other loads.
+        time = math.hypot(time, after) if isinstance(launch, PortableLaunch) else max(time, after)
     return time
 
 

@@ -133,7 +133,7 @@ def variants(
                     fallback = replace(whole, config=base)
                 launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
-            if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
+            if use == "whole" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
                 found[f"portable {name} mixed"] = replace(launch, decode=decode)
     return found
 
@@ -163,20 +163,27 @@ def fills(launch: PortableLaunch) -> bool:
     return launch.multi_block and programs >= FILLED * request.device.num_sms
 
 
-def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
-    """Return the launch for sequences of few queries that may follow one for prompts, if a batch may have both.
+def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
+    """Return the launch for sequences of few queries in the grid of one for prompts, if a batch may have both.
 
-    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. With one launch for both,
-    32 decoding sequences and 2 prompts took 302 us, and 140 with two (NVIDIA H200 as sm80, 2026-11-29). On other
-    targets, mixed batches are the Hopper kernel's, or this was not tried.
+    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. Its programs come first,
+    one for each SM, where a program of the other kind multiplies while they load. On other targets, mixed batches are
+    the Hopper kernel's, or this was not tried.
     """
-    request, bounds = launch.request, launch.request.bounds
-    is_tall = launch.multi_block or launch.config.block_m > MIXED_ROWS
+    request, bounds, config = launch.request, launch.request.bounds, launch.config
+    is_tall = launch.multi_block or config.block_m > MIXED_ROWS
     if not (request.device.has_mma_sync and request.is_ragged and is_tall) or request.has_tree:
         return None
+    of_spec = configs_of(request.spec, request.device).values()
+    low = [each for each in of_spec if each.block_m <= MAX_DECODE_ROWS and each.num_warps == config.num_warps]
+    if not low:
+        return None
+    own = min(low, key=lambda each: abs(each.programs_per_sm - config.programs_per_sm))
+    own = replace(own, num_stages=config.num_stages, programs_per_sm=1)  # a kernel has one number of stages
     max_queries = most_decode_queries(request.spec)
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
-    return decode_launch(replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens)), max_queries)
+    request = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens))
+    return decode_launch(request, max_queries, config=own)
 
 
 def most_decode_queries(spec: AttentionSpec) -> int:
@@ -253,11 +260,13 @@ def at_once(split: PortableLaunch) -> int:
     return next((most for most in split.ALIKE if partials <= most), split.ALIKE[-1])
 
 
-def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bool = False) -> PortableLaunch:
+def decode_launch(
+    request: Request, max_decode_queries: int, batch_invariant: bool = False, config: KernelConfig | None = None
+) -> PortableLaunch:
     """Return the launch for sequences of few queries, next to one for the others."""
-    configs = invariant_configs if batch_invariant else configs_of
-    of_spec = configs(request.spec, request.device).values()
-    config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
+    if config is None:
+        of_spec = (invariant_configs if batch_invariant else configs_of)(request.spec, request.device).values()
+        config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
     fixed_split_size = FIXED_SPLIT_SIZE if batch_invariant else 0
     whole = PortableLaunch(request, config, COSTS, 0, 0.0, fixed_split_size, max_decode_queries)
     return uses_of(whole, within=True)["cut"]
