@@ -94,13 +94,13 @@ def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
 
 
 @pytest.mark.parametrize("lens", [((40, 600), *DECODING), (*DECODING, (33, 300), (1, 400), (0, 5), (18, 600), (2, 2))])
-def test_both_launches_of_a_mixed_batch_may_have_partitions(lens, device, take, assert_within_budget):
+def test_both_parts_of_a_mixed_batch_may_have_partitions(lens, device, take, assert_within_budget):
     take("mixed")
     p = make_problem(spec_of(), lens, device=device)
     plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="portable")
     if devices.device_properties(p.q.device).has_mma_sync:
-        cut = uses_of(replace(plan.launch, decode=None))["cut"]
-        plan = make_plan(p.spec, p.batch, replace(cut, decode=plan.launch.decode), "a test", bounds=plan.bounds)
+        joined = uses_of(replace(plan.launch, decode=None, num_partitions=0))["joined"]
+        plan = make_plan(p.spec, p.batch, replace(joined, decode=plan.launch.decode), "a test", bounds=plan.bounds)
         assert plan.launch.num_partitions and plan.launch.multi_block and plan.launch.decode.num_partitions, plan
     for _ in range(2):
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))

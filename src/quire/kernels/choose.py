@@ -181,7 +181,7 @@ def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbe
     request = launch.request
     if of_kind is None:
         of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
-    name = (name or variant_of(launch)).replace("mixed", "whole")
+    name = (name or variant_of(launch)).replace("mixed ", "")
     if (known := of_kind.get(name) or like(name, of_kind)) is not None:
         return known
     factors = constants_of(request.device).factors.get(family_of(name))
@@ -237,5 +237,5 @@ def variant_of(launch: Any) -> str:
     if launch.kernel == "mla":
         return f"mla {portable.name_of(launch.config)}"
     use = "joined" if launch.has_combine_launch else "cut" if launch.num_partitions else "whole"
-    use = "mixed" if launch.decode is not None else use
+    use = f"mixed {use}" if launch.decode is not None else use
     return f"portable {portable.name_of(launch.config)} {use}"

@@ -1,7 +1,8 @@
 """The variants of the portable kernel: its configurations for a spec on a device, and how each is used.
 
 "whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
-whose partials a second launch combines. "mixed" is whole, and has a decode launch for sequences of few queries.
+whose partials a second launch combines. "mixed" ones have the programs of a decode launch, for sequences of few
+queries, in the same grid.
 `kernels/choose.py` takes the one of least predicted time.
 """
 
@@ -133,8 +134,10 @@ def variants(
                     fallback = replace(whole, config=base)
                 launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
-            if use == "whole" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
-                found[f"portable {name} mixed"] = replace(launch, decode=decode)
+            if use != "cut" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
+                # Equal partitions are finer, since the first of them have less than half of the device.
+                partitions = min(2 * launch.num_partitions, 2 * launch.capacity)
+                found[f"portable {name} mixed {use}"] = replace(launch, decode=decode, num_partitions=partitions)
     return found
 
 

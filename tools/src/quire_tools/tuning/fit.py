@@ -326,7 +326,7 @@ def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.
 def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
     """Return the numbers of a variant, of one like it, or a guess times the factors of those that are used alike."""
     of_kind = fitted.kinds.get(kind, {})
-    name = seen.variant.replace("mixed", "whole")
+    name = seen.variant.replace("mixed ", "")
     own = of_kind.get(name) or like(name, of_kind)
     factors = fitted.factors.get(family_of(name))
     return own or (seen.guess if factors is None else times(seen.guess, factors))
