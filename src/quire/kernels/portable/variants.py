@@ -51,16 +51,15 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     },
     2: CONFIGS[2]
     | {
-        64: "16x64 w4 s3 p3 wc/, 16x128 w4 s3 p2 w/wc, 32x64 w4 s3u p2 /w, 64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /w, "
-        "128x64 w4 s3u p2 /wcj",
-        128: "16x32 w4 s3 p3 w/w, 16x64 w4 s3 p2 wc/c, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /wj, "
-        "64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /wj",
-        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wc, 128x64 w8 s2u p1 /wj",
+        64: "16x64 w4 s3 p3 wc/wc, 16x128 w4 s3 p2 wc/wc, 32x64 w4 s3u p2 /wc, 64x64 w4 s3u p2 /wcj, "
+        "128x32 w4 s3u p2 /wcj, 128x64 w4 s3u p2 /wcj",
+        128: "16x32 w4 s3 p3 wc/wc, 16x64 w4 s3 p2 wc/wc, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /wc, "
+        "64x32 w4 s3u p2 /wcj, 64x64 w4 s3u p2 /wj, 128x32 w4 s3u p2 /wj",
+        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, 128x64 w8 s2u p1 /wj",
     },
 }
-# Where products are not wgmma's, row blocks have as many rows as a sequence, up to so many: no sweep timed lower ones,
-# and numbers fitted to short sequences took 16 rows for 788 (3.07 of FlashInfer's time, NVIDIA H200 as sm80).
-# Where they are not mma.sync's either, longer sequences are cut if row blocks are fewer than so many for each SM.
+# Where products are neither wgmma's nor mma.sync's, no sweep timed anything: row blocks have as many rows as a sequence,
+# up to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
 # Of AMD's GPUs, which have a quarter of the shared memory.
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
@@ -108,13 +107,14 @@ def variants(
         configs = configs or configs_of(spec, device)
     takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
     one_each = request.bounds.max_query_len <= 1
-    is_listed = not takes_all and (device.has_wgmma or device.has_mma_sync)
+    was_swept = device.has_wgmma or device.has_mma_sync
+    is_listed = not takes_all and was_swept
     listed = uses_listed(spec, device, one_each, alone) if is_listed else {}
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
-        if not takes_all and not device.has_wgmma and is_short(config, rows, always):
+        if not (takes_all or was_swept) and is_short(config, rows, always):
             continue
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
