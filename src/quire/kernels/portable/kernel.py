@@ -373,7 +373,15 @@ def attend_partition(
 
 
 @triton.jit(
-    do_not_specialize=["is_found_now", "num_seqs", "num_beside", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=[
+        "is_found_now",
+        "num_seqs",
+        "num_beside",
+        "stride_table",
+        "stride_lse",
+        "window_left",
+        "window_right",
+    ],
 )
 def portable_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -463,8 +471,8 @@ def portable_kernel(
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one another
-    # (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+    # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
+    # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
     ROOM: tl.constexpr = 8192 if PER_ROW_MASK else 16384
     MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
     LEVELS: tl.constexpr = MIN_PARTIALS if TWO_LEVEL else None

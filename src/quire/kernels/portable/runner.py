@@ -98,7 +98,7 @@ class PortableRunner(KernelRunner):
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
         # Of the first programs, whose schedule it finds; it launches nothing.
-        self.decode = None if launch.decode is None else launch.decode.bind(batch, workspace)
+        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.combine: Any = None  # launches `combine_partials_kernel`
         if launch.has_combine_launch:
             from quire.kernels.launcher import Kernel

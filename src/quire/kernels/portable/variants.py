@@ -58,8 +58,8 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
         256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, 128x64 w8 s2u p1 /wj",
     },
 }
-# Where products are neither wgmma's nor mma.sync's, no sweep timed anything: row blocks have as many rows as a sequence,
-# up to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
+# Where products are neither wgmma's nor mma.sync's, nothing was swept: row blocks have as many rows as a sequence, up
+# to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
 # Of AMD's GPUs, which have a quarter of the shared memory.
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {

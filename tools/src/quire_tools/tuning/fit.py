@@ -50,8 +50,8 @@ class Seen:
             times tell what an item costs.
         is_rough: whether it was found hopeless, and its time is rough.
         over_best: its time over that of the best variant of the case.
-        after: the portable kernel's launch for decoding sequences, in the same grid; such a variant has the numbers of one
-            without, and is judged, not fitted.
+        after: the portable kernel's launch for decoding sequences, in the same grid; such a variant has the numbers of
+            one without, and is judged, not fitted.
     """
 
     variant: str
