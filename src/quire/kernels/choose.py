@@ -4,7 +4,6 @@ There is no other rule. Each family lists its variants (`variants.py` in its fol
 `dispatch/predict.py` says how long that takes, by numbers of `dispatch/constants`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -151,8 +150,7 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        # The Hopper kernel's overlaps it. In one grid, one multiplies while the other loads.
-        time = math.hypot(time, after) if isinstance(launch, PortableLaunch) else max(time, after)
+        time = max(time, after)  # one multiplies while the other loads
     return time
 
 
@@ -181,7 +179,7 @@ def numbers_of(launch: Any, name: str | None = None, of_kind: Mapping[str, Numbe
     request = launch.request
     if of_kind is None:
         of_kind = numbers_of_kind(request.spec, request.device, is_invariant(launch))
-    name = (name or variant_of(launch)).replace("mixed ", "")
+    name = (name or variant_of(launch)).replace("mixed", "whole")
     if (known := of_kind.get(name) or like(name, of_kind)) is not None:
         return known
     factors = constants_of(request.device).factors.get(family_of(name))
@@ -237,5 +235,5 @@ def variant_of(launch: Any) -> str:
     if launch.kernel == "mla":
         return f"mla {portable.name_of(launch.config)}"
     use = "joined" if launch.has_combine_launch else "cut" if launch.num_partitions else "whole"
-    use = f"mixed {use}" if launch.decode is not None else use
+    use = "mixed" if launch.decode is not None else use
     return f"portable {portable.name_of(launch.config)} {use}"

@@ -54,7 +54,6 @@ from quire.kernels.schedule import (
     load_part,
     load_sequence,
     next_row_block,
-    skip_decoding,
     skip_prompts,
     span,
     units_here,
@@ -337,8 +336,6 @@ def attend_partition(
         next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
         if U.MAX_DECODE_QUERIES > 0:
             next_seq = skip_prompts(inputs.cu_seqlens_q, next_seq, part.last_seq, U.MAX_DECODE_QUERIES)
-        if U.MIN_QUERIES > 0:
-            next_seq = skip_decoding(inputs.cu_seqlens_q, next_seq, part.last_seq, U.MIN_QUERIES)
         ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         stop_tile = (first + stop) * TILES
         if F.FIXED_SPLIT > 0:
@@ -400,8 +397,7 @@ def portable_kernel(
     scratch,  # views.Partials, or None without partitions
     scale, softcap, window_left, window_right,
     num_seqs,  # where row blocks are searched for, or None
-    beside,  # views.Partials of partitions whose programs come first, with tiles of their own, or None
-    num_beside,  # how many they are, or None
+    num_beside,  # partitions beside row blocks, or None
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
@@ -415,7 +411,7 @@ def portable_kernel(
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
     FIXED_SPLIT: tl.constexpr, BOUNDS: tl.constexpr,  # of Form
-    MIN_QUERIES: tl.constexpr,  # of Units
+    MIN_QUERIES: tl.constexpr,  # sequences with fewer belong to partitions beside row blocks
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows from one partial to the next
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
@@ -424,10 +420,11 @@ def portable_kernel(
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
     FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
-    BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of the first programs
+    BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions beside row blocks
 ):  # fmt: skip
-    PARTITIONED: tl.constexpr = is_found_now is not None
+    HAS_PARTS: tl.constexpr = is_found_now is not None
     BESIDE: tl.constexpr = BESIDE_M > 0
+    PARTITIONED: tl.constexpr = HAS_PARTS and not BESIDE
     AFTER: tl.constexpr = MAX_DECODE_QUERIES > 0 and not BESIDE  # of the launch before, with which this one runs
     EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
     T: tl.constexpr = Tiling(
@@ -454,7 +451,7 @@ def portable_kernel(
     )  # fmt: skip
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    if PARTITIONED and not BESIDE:
+    if PARTITIONED:
         if PDL and not AFTER:
             if is_found_now:  # by the launch before this one, for which `load_part` has to wait
                 gdc_wait()
@@ -471,13 +468,33 @@ def portable_kernel(
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
-    # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
-    # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
-    ROOM: tl.constexpr = 8192 if PER_ROW_MASK else 16384
-    MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
-    LEVELS: tl.constexpr = MIN_PARTIALS if TWO_LEVEL else None
-    if BESIDE:
-        if index < num_beside:
+    if HAS_PARTS:
+        # Row blocks of partitions beside others have tiles of their own.
+        ROWS: tl.constexpr = BESIDE_M if BESIDE else BLOCK_M
+        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
+        U: tl.constexpr = Units(
+            GROUP, ROWS, BESIDE_N if BESIDE else TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS
+        )  # fmt: skip
+        # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
+        COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
+        # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
+        # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+        ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
+        MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
+        P: tl.constexpr = Partial(
+            PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
+            MIN_PARTIALS if TWO_LEVEL else None,
+        )  # fmt: skip
+        if PARTITIONED:
+            attend_partition(
+                inputs, outputs, scratch, v_scale, index, part, T, F, U, P, MULTI_BLOCK, COMBINE_LAUNCH,
+                EARLY_EXIT_MAX_TILES, PDL,
+            )  # fmt: skip
+            if AFTER and PDL:
+                # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it
+                # exits, so that later kernels see both results.
+                gdc_wait()
+        else:
             TB: tl.constexpr = Tiling(
                 GROUP, BESIDE_M, BESIDE_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
                 WIDE_OFFSETS, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
@@ -485,40 +502,15 @@ def portable_kernel(
             )  # fmt: skip
             SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_N)
             FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)
-            UB: tl.constexpr = Units(GROUP, BESIDE_M, BESIDE_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
-            PB: tl.constexpr = Partial(
-                BESIDE_M, HEAD_DIM_V, BLOCK_DV, min(BLOCK_DV, 4096 // BESIDE_M), NUM_KV_HEADS, PER_ROW_MASK, ROOM,
-                False, LEVELS,
-            )  # fmt: skip
-            part = load_part(beside.parts, index)
-            attend_partition(
-                inputs, outputs, beside, v_scale, index, part, TB, FB, UB, PB, GROUP > BESIDE_M, False,
-                EARLY_EXIT_MAX_TILES, PDL,
-            )  # fmt: skip
-            return
-        index -= num_beside
-        if PARTITIONED:
-            part = load_part(scratch.parts, index)
-    if PARTITIONED:
-        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(
-            GROUP, BLOCK_M, TILES * BLOCK_N, 0 if BESIDE else MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES
-        )  # fmt: skip
-        # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
-        COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
-        P: tl.constexpr = Partial(
-            PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK,
-            4096 if PARTIAL_ROWS > 16 else ROOM, FIXED_SPLIT > 0, None if BESIDE else LEVELS,
-        )  # fmt: skip
-        attend_partition(
-            inputs, outputs, scratch, v_scale, index, part, T, F, U, P, MULTI_BLOCK, COMBINE_LAUNCH,
-            EARLY_EXIT_MAX_TILES, PDL,
-        )  # fmt: skip
-        if PDL and AFTER:
-            # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
-            # that later kernels see both results.
-            gdc_wait()
-    else:
+            if index < num_beside:
+                part = load_part(scratch.parts, index)
+                attend_partition(
+                    inputs, outputs, scratch, v_scale, index, part, TB, FB, U, P, GROUP > BESIDE_M, False,
+                    EARLY_EXIT_MAX_TILES, PDL,
+                )  # fmt: skip
+                return
+            index -= num_beside
+    if not PARTITIONED:
         seq, row_block = index, 0
         if MULTI_BLOCK:
             num_blocks = tl.num_programs(0) // NUM_KV_HEADS

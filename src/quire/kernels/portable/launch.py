@@ -43,7 +43,7 @@ class PortableLaunch:
         partials_at_once: partials of a row that a program of a second launch combines at once, one of `ALIKE`; 0 where
             the programs that attend combine them.
         decode: the launch for sequences with at most `decode.max_decode_queries` queries, whose programs are the first
-            ones of the same grid, and count arrivals, so that those of this launch must not; or None.
+            ones of the same grid; or None.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
@@ -163,6 +163,11 @@ class PortableLaunch:
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
     @property
+    def partitioned(self) -> "PortableLaunch | None":
+        """The launch whose partitions programs own: this one, or its decode launch; None if neither has any."""
+        return self if self.num_partitions else self.decode
+
+    @property
     def max_registers(self) -> int | None:
         """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
 
@@ -178,10 +183,9 @@ class PortableLaunch:
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
         keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
-        for parts in (self, self.decode):
-            if parts is not None and parts.num_partitions:
-                unit = parts.fixed_split_size or parts.config.block_n
-                keys.add(key_of("schedule", *absent, parts.has_combine_launch, unit, **parts.schedule_constexprs()))
+        if (parts := self.partitioned) is not None:
+            unit = parts.fixed_split_size or parts.config.block_n
+            keys.add(key_of("schedule", *absent, parts.has_combine_launch, unit, **parts.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
         return frozenset(keys)
@@ -264,9 +268,9 @@ class PortableLaunch:
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
         row_blocks = self.num_row_blocks(num_tokens)
-        own = self.num_partitions or row_blocks
-        beside = 0 if self.decode is None else self.decode.num_partitions
-        return (own + beside) * self.lanes if row_blocks else 0
+        if row_blocks and (parts := self.partitioned) is not None:
+            row_blocks = parts.num_partitions + (0 if self.num_partitions else row_blocks)
+        return row_blocks * self.lanes
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
@@ -291,19 +295,19 @@ class PortableLaunch:
         } | options | self.partition_constexprs()  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
-        """Return the kernel's constexprs that are about partitions, its own and those of the decode launch."""
-        request, costs, decode = self.request, self.costs, self.decode
-        if not self.num_partitions and decode is None:
+        """Return the kernel's constexprs that are about partitions, its own or those of the decode launch."""
+        if self.decode is not None:
+            config = self.decode.config
+            return self.decode.partition_constexprs() | {"BESIDE_M": config.block_m, "BESIDE_N": config.block_n}
+        if not self.num_partitions:
             return {}
-        config = None if decode is None else decode.config
-        beside = {} if config is None else {"BESIDE_M": config.block_m, "BESIDE_N": config.block_n}
-        counting = decode or self  # whose programs combine partials
-        return beside | {
-            "PARTIAL_ROWS": self.rows_between_partials, "MAX_DECODE_QUERIES": counting.max_decode_queries,
+        request, costs = self.request, self.costs
+        return {
+            "PARTIAL_ROWS": self.rows_between_partials, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once,
             "MORE_INTERVALS": request.has_intervals and request.bounds.max_query_len > self.intervals_at_once,
             "COMBINE_LAUNCH": self.has_combine_launch,
-            "TWO_LEVEL": counting.is_two_level, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
+            "TWO_LEVEL": self.is_two_level, "TWO_LEVEL_MIN_PARTIALS": costs.two_level_min_partials,
             "EARLY_EXIT_MAX_TILES": costs.early_exit_max_tiles,
             "FULL_TILE_LOOP_MIN_TILES": costs.full_tile_loop_min_tiles,
         }  # fmt: skip
@@ -343,17 +347,14 @@ class PortableLaunch:
         return {
             "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
-            "MIN_QUERIES": self.min_queries, "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
+            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
             "num_warps": 1,
         } | options  # fmt: skip
 
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
-        own = self.own_scratch_size()
-        if self.decode is not None:  # whose counters are the only ones
-            (total, counters), beside = own, self.decode.own_scratch_size()
-            own = ScratchSize(total - counters + beside.total, beside.counters)
+        own = self.own_scratch_size() if self.decode is None else self.decode.scratch_size()
         return own if self.fallback is None else max(own, self.fallback.scratch_size())
 
     def own_scratch_size(self) -> ScratchSize:
@@ -365,20 +366,15 @@ class PortableLaunch:
         rows = 32 * cdiv(num_slots * self.lanes * self.rows_between_partials, 32)
         return ScratchSize(counters + 4 * rows * (self.request.spec.head_dim_v + 2), counters)
 
-    def partials(self, workspace: torch.Tensor, end: int | None = None) -> Any:
-        """Return `views.Partials`: parts of a workspace for partials and arrival counters.
-
-        Args:
-            workspace: of `scratch_size` bytes, or more.
-            end: of the partials; None where they end with the scratch of this launch.
-        """
+    def partials(self, workspace: torch.Tensor) -> Any:
+        """Return `views.Partials`: parts of a workspace of `scratch_size` bytes for partials and arrival counters."""
         from quire.kernels.views import Partials
 
-        (total, counters), columns = self.own_scratch_size(), self.request.spec.head_dim_v
-        rows, first = (total - counters) // 4 // (columns + 2), (end or total) - total + counters
-        m_i = Part(workspace, torch.float32, first, rows)
-        l_i = Part(workspace, torch.float32, first + 4 * rows, rows)
-        acc = Part(workspace, torch.float32, first + 8 * rows, columns * rows)
+        (total, counters), columns = self.scratch_size(), self.request.spec.head_dim_v
+        rows = (total - counters) // 4 // (columns + 2)
+        m_i = Part(workspace, torch.float32, counters, rows)
+        l_i = Part(workspace, torch.float32, counters + 4 * rows, rows)
+        acc = Part(workspace, torch.float32, counters + 8 * rows, columns * rows)
         counter = Part(workspace, torch.int32, TILE_COUNTER_BYTES, (counters - TILE_COUNTER_BYTES) // 4)
         return Partials(acc, m_i, l_i, counter)
 
@@ -386,24 +382,20 @@ class PortableLaunch:
         """Return what finds the schedule of a batch; None without partitions."""
         from quire.kernels.scheduler import scheduler_of
 
-        return scheduler_of(self, batch) if self.num_partitions else None
+        return None if self.partitioned is None else scheduler_of(self.partitioned, batch)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.portable.kernel import portable_kernel
 
-        spec, decode, partials = self.request.spec, self.decode, None
-        if self.num_partitions:
+        spec, partials, decode = self.request.spec, None, self.decode
+        if self.partitioned is not None:
             assert workspace is not None
             partials = self.partials(workspace)
         num_seqs = batch.num_seqs if self.multi_block and not self.num_partitions else None
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs
-        beside = None, None
-        if decode is not None:
-            assert workspace is not None
-            beside = decode.partials(workspace, self.scratch_size().total), decode.num_partitions
-        fixed = batch.cu_seqlens_q, partials, *numbers, *beside
-        return PortableRunner(self, batch, portable_kernel, fixed, workspace)
+        num_beside = None if decode is None else decode.num_partitions
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs, num_beside
+        return PortableRunner(self, batch, portable_kernel, (batch.cu_seqlens_q, partials, *numbers), workspace)
 
     def describe_config(self) -> str:
         """Describe the configuration."""

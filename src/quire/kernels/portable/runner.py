@@ -97,8 +97,6 @@ class PortableRunner(KernelRunner):
         super().__init__(launch, batch, kernel, fixed)
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
-        # Of the first programs, whose schedule it finds; it launches nothing.
-        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.combine: Any = None  # launches `combine_partials_kernel`
         if launch.has_combine_launch:
             from quire.kernels.launcher import Kernel
@@ -140,7 +138,7 @@ class PortableRunner(KernelRunner):
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
-        found = self.find_schedules(cache)
+        found = self.find_schedule(self.unit(cache))
         rotated, rotation = norm_rope or (None, None)
         arguments = self.arguments if rotation is None else partial(self.arguments, rotation=rotation)
         read = None if extras is None else self.passed(extras)
@@ -161,7 +159,7 @@ class PortableRunner(KernelRunner):
     def prepare(self, cache: PagedKVCache) -> None:
         """Find the schedule now: a launch between this and the next call need not wait for it."""
         runner = self.runner_for(cache)
-        runner.find_schedules(cache)
+        runner.find_schedule(runner.unit(cache))
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
@@ -197,16 +195,10 @@ class PortableRunner(KernelRunner):
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
         self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
 
-    def find_schedules(self, cache: PagedKVCache) -> int | None:
-        """Find the schedule of the launch, which is returned as by `find_schedule`, and that of its first programs."""
-        keys = self.decided.fixed_split_size or self.keys_of_tile(self.decided.config.block_n, cache)
-        if self.decode is not None and (of_decode := self.decode.scheduler) is not None:
-            self.decode.find_schedules(cache)
-            *others, beside, number = self.fixed
-            if of_decode.tensors is not None and beside.parts is not of_decode.tensors[0]:
-                self.fixed = *others, beside._replace(parts=of_decode.tensors[0]), number
-                self.kernel.compiled.clear()
-        return self.find_schedule(keys)
+    def unit(self, cache: PagedKVCache) -> int:
+        """Return the keys of a unit of partitions."""
+        parts = self.decided.partitioned or self.decided
+        return parts.fixed_split_size or self.keys_of_tile(parts.config.block_n, cache)
 
     def keys_of_tile(self, block_n: int, cache: PagedKVCache) -> int:
         """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""

@@ -1,7 +1,7 @@
 """The variants of the portable kernel: its configurations for a spec on a device, and how each is used.
 
 "whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
-whose partials a second launch combines. "mixed" ones have the programs of a decode launch, for sequences of few
+whose partials a second launch combines. "mixed" is whole, and has the programs of a decode launch, for sequences of few
 queries, in the same grid.
 `kernels/choose.py` takes the one of least predicted time.
 """
@@ -67,7 +67,7 @@ OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
 }
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
-MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
+MIXED_ROWS = 64  # of a tile, and of a sequence, from which on decoding sequences may have tiles of their own
 VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
 # Of batch-invariant plans: one for all batches, but for its rows.
 INVARIANT = {
@@ -134,10 +134,8 @@ def variants(
                     fallback = replace(whole, config=base)
                 launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
-            if use != "cut" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
-                # Equal partitions are finer, since the first of them have less than half of the device.
-                partitions = min(2 * launch.num_partitions, 2 * launch.capacity)
-                found[f"portable {name} mixed {use}"] = replace(launch, decode=decode, num_partitions=partitions)
+            if use == "whole" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
+                found[f"portable {name} mixed"] = replace(launch, decode=decode)
     return found
 
 
@@ -174,7 +172,7 @@ def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
     the Hopper kernel's, or this was not tried.
     """
     request, bounds, config = launch.request, launch.request.bounds, launch.config
-    is_tall = launch.multi_block or config.block_m > MIXED_ROWS
+    is_tall = config.block_m >= MIXED_ROWS < request.rows_per_seq
     if not (request.device.has_mma_sync and request.is_ragged and is_tall) or request.has_tree:
         return None
     of_spec = configs_of(request.spec, request.device).values()
@@ -182,11 +180,12 @@ def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
     if not low:
         return None
     own = min(low, key=lambda each: abs(each.programs_per_sm - config.programs_per_sm))
-    own = replace(own, num_stages=config.num_stages, programs_per_sm=1)  # a kernel has one number of stages
+    own = replace(own, num_stages=config.num_stages, programs_per_sm=config.programs_per_sm)  # a kernel has one of each
     max_queries = most_decode_queries(request.spec)
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     request = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens))
-    return decode_launch(request, max_queries, config=own)
+    decode, most = decode_launch(request, max_queries, config=own), request.device.num_sms // request.spec.num_kv_heads
+    return replace(decode, num_partitions=max(1, min(decode.num_partitions, most)))
 
 
 def most_decode_queries(spec: AttentionSpec) -> int:

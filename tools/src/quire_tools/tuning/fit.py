@@ -326,7 +326,7 @@ def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.
 def numbers_of(fitted: Fitted, kind: str, seen: Seen) -> Numbers:
     """Return the numbers of a variant, of one like it, or a guess times the factors of those that are used alike."""
     of_kind = fitted.kinds.get(kind, {})
-    name = seen.variant.replace("mixed ", "")
+    name = seen.variant.replace("mixed", "whole")
     own = of_kind.get(name) or like(name, of_kind)
     factors = fitted.factors.get(family_of(name))
     return own or (seen.guess if factors is None else times(seen.guess, factors))
@@ -336,7 +336,7 @@ def time_of(fitted: Fitted, kind: str, seen: Seen, scenario: int | None = None) 
     """Return the predicted time of a variant; for the lengths of a scenario, where one is given."""
     work = seen.work if scenario is None else seen.bounded[scenario][1]
     time = micros(work, numbers_of(fitted, kind, seen))
-    return time if seen.after is None else math.hypot(time, time_of(fitted, kind, seen.after, scenario))
+    return time if seen.after is None else max(time, time_of(fitted, kind, seen.after, scenario))
 
 
 @dataclass(frozen=True)
