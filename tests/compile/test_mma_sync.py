@@ -113,7 +113,8 @@ def test_a_second_launch_combines_tall_partials():
     assert not decided("sm80", LLAMA, (1, 4, 16384, 4)).has_combine_launch
 
 
-def test_the_decode_launch_of_a_mixed_batch_has_tiles_of_few_rows():
+def test_an_sm_holds_a_program_of_each_part_of_a_mixed_batch():
     plan, kernels = launch_of(LLAMA, MIXED).compile(TARGETS["sm80"])
-    assert [kernel.kernel for kernel in kernels].count("portable_kernel") == 2
+    (attention,) = (kernel for kernel in kernels if kernel.kernel == "portable_kernel")
     assert plan.launch.decode.config.block_m == 16 < plan.launch.config.block_m
+    assert attention.occupancy == 2, "both parts use the same shared memory"

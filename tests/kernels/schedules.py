@@ -38,7 +38,6 @@ from quire.kernels.schedule import (
     load_sequence,
     mla_schedule_kernel,
     next_row_block,
-    skip_decoding,
     skip_prompts,
     span,
     split_of_cut,
@@ -171,12 +170,12 @@ def assert_equal_parts(programs: Sequence[Sequence[Item]], tiles: dict[Key, int]
 def walk_kernel(
     out_ptr, parts_ptr, lengths, window_left, window_right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,
-    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr, MIN_QUERIES: tl.constexpr, MULTI_BLOCK: tl.constexpr,
+    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr, MULTI_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store of each row block of a partition its sequence and number, its first unit here and the one after the last,
     whether it is cut, the slot, the first unit in the batch if it is cut, and its units when the schedule was found.
     """
-    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES)
+    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
     part = load_part(parts_ptr, tl.program_id(0))
     seq, block, more = part.seq, part.block, part.low < part.high
     at = out_ptr + tl.program_id(0) * MOST * ITEM
@@ -192,8 +191,6 @@ def walk_kernel(
         seq, block, more = next_row_block(part, seq, block, num_blocks, MULTI_BLOCK)
         if MAX_DECODE_QUERIES > 0:
             seq = skip_prompts(lengths.cu_seqlens_q, seq, part.last_seq, MAX_DECODE_QUERIES)
-        if MIN_QUERIES > 0:
-            seq = skip_decoding(lengths.cu_seqlens_q, seq, part.last_seq, MIN_QUERIES)
 
 
 def equal_partitions(
@@ -225,7 +222,7 @@ def equal_partitions(
     tiles = {key: 1 if of is None else of[1] - of[0] for key, of in spans.items()}
     options = {
         "INTERVALS": at_once, "MORE_INTERVALS": at_once > 0 and int(lens.queries.max()) > at_once,
-        "MIN_QUERIES": ours.start, "MAX_DECODE_QUERIES": most,
+        "MAX_DECODE_QUERIES": most,
     }  # fmt: skip
     num_cuts = len(row_blocks) + 3 if combines else 0
     launch = SimpleNamespace(

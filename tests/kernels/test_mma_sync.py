@@ -10,8 +10,6 @@ import quire
 from quire.dispatch import device as devices
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.constants import forget
-from quire.kernels.portable.variants import uses_of
-from quire.plan import make_plan
 from quire.testing import make_problem, unwritten
 
 pytestmark = pytest.mark.triton
@@ -79,7 +77,7 @@ def test_panels_have_at_most_as_many_columns_as_asked():
 
 @pytest.mark.parametrize("lens", [(*DECODING, (40, 90)), ((40, 90), *DECODING, (5, 300), (1, 1), (0, 7), (33, 33))])
 @pytest.mark.parametrize("window", [None, 20])
-def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
+def test_decoding_sequences_of_a_mixed_batch_have_programs_of_their_own(
     lens, window, device, take, assert_within_budget
 ):
     take("mixed")
@@ -91,19 +89,6 @@ def test_decoding_sequences_of_a_mixed_batch_have_a_launch_of_their_own(
         assert plan.launch.decode.config.block_m == 16 < plan.launch.config.block_m
     for _ in range(2):  # counters are 0 again
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True))
-
-
-@pytest.mark.parametrize("lens", [((40, 600), *DECODING), (*DECODING, (33, 300), (1, 400), (0, 5), (18, 600), (2, 2))])
-def test_both_launches_of_a_mixed_batch_may_have_partitions(lens, device, take, assert_within_budget):
-    take("mixed")
-    p = make_problem(spec_of(), lens, device=device)
-    plan = quire.plan(p.spec, p.batch, **p.bounds, kernel="portable")
-    if devices.device_properties(p.q.device).has_mma_sync:
-        cut = uses_of(replace(plan.launch, decode=None))["cut"]
-        plan = make_plan(p.spec, p.batch, replace(cut, decode=plan.launch.decode), "a test", bounds=plan.bounds)
-        assert plan.launch.num_partitions and plan.launch.multi_block and plan.launch.decode.num_partitions, plan
-    for _ in range(2):
-        assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
 
 
 @pytest.mark.parametrize(

@@ -317,12 +317,6 @@ IN_INTERPRETER = {
     "sequences found one too late": Mutant(
         SPLITS, "seq_unit, ends, ends <= unit)", "seq_unit, ends, ends < unit)", LONG + "[7]"
     ),
-    "sequences of another launch in a partition": Mutant(
-        SPLITS,
-        "ours & (sequences.q_len >= U.MIN_QUERIES)",
-        "ours",
-        PARTS + "[15]",
-    ),
     "the last row blocks of a sequence are those of another length": Mutant(
         SPLITS,
         "tl.where(is_last & (last_unit + last_units == high), NO_END, last_block)",

@@ -150,8 +150,7 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        # Without programmatic launch, it begins when the first one has ended.
-        time = max(time, after) if launch.request.device.supports_pdl else time + after
+        time = max(time, after)  # one multiplies while the other loads
     return time
 
 

@@ -78,7 +78,6 @@ class Units(NamedTuple):
     MAX_DECODE_QUERIES: Any  # sequences with more queries belong to another kernel; 0 if this kernel serves all
     INTERVALS: Any = 0  # of a sequence, that a program loads in one step; 0 where rows see a band of keys
     MORE_INTERVALS: Any = False  # a sequence may have more
-    MIN_QUERIES: Any = 0  # sequences with fewer queries belong to another launch
 
 
 class Costs(NamedTuple):
@@ -421,8 +420,6 @@ def count_units(lengths, first, num_seqs, window_left, window_right, U: tl.const
     ours = seqs < num_seqs
     if U.MAX_DECODE_QUERIES > 0:
         ours = ours & (sequences.q_len <= U.MAX_DECODE_QUERIES)
-    if U.MIN_QUERIES > 0:
-        ours = ours & (sequences.q_len >= U.MIN_QUERIES)
     return seqs < num_seqs, tl.where(ours, num_units * num_blocks, 0), tl.where(ours, num_blocks, 0)
 
 
@@ -486,14 +483,14 @@ def schedule_kernel(
     combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles,  # Costs
     window_left, window_right, num_seqs, num_partitions, num_cuts,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr, MAX_DECODE_QUERIES: tl.constexpr,
-    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr, MIN_QUERIES: tl.constexpr,  # of Units
+    INTERVALS: tl.constexpr, MORE_INTERVALS: tl.constexpr,  # of Units
     FIXED_SPLIT: tl.constexpr,  # units are splits of a batch-invariant plan
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
     """Find one partition, and one row block that may be cut. Grid: [max(num_partitions, num_cuts)]."""
     if PDL:  # whoever waits for this launch waits for those before it too
         gdc_wait()
-    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES)
+    U: tl.constexpr = Units(GROUP, BLOCK_M, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
     costs = Costs(combine_cost, min_split_tiles, two_level_discount, two_level_min_tiles)
     index = tl.program_id(0)
     # Of all sequences: their units and row blocks, and those of the sequences before row block `index`.
@@ -591,14 +588,6 @@ def queries_before(cu_seqlens_q, seq, last_seq):
 def skip_prompts(cu_seqlens_q, seq, last_seq, MAX_DECODE_QUERIES: tl.constexpr):
     """Return the first sequence from `seq` to `last_seq` that does not belong to another kernel."""
     while queries_before(cu_seqlens_q, seq, last_seq) > MAX_DECODE_QUERIES:
-        seq += 1
-    return seq
-
-
-@triton.jit
-def skip_decoding(cu_seqlens_q, seq, last_seq, MIN_QUERIES: tl.constexpr):
-    """Return the first sequence from `seq` to `last_seq` that has MIN_QUERIES queries; `last_seq` if none has."""
-    while (seq < last_seq) & (queries_before(cu_seqlens_q, seq, last_seq) < MIN_QUERIES):
         seq += 1
     return seq
 

@@ -101,6 +101,8 @@ def work_of(launch: Launch, lens: Lens) -> Work:
     if isinstance(launch, MLAHopperLaunch):
         return work_of_latents(launch, lens)
     assert isinstance(launch, PortableLaunch), launch
+    if launch.decode is not None:
+        lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
     return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
 
 
@@ -119,8 +121,6 @@ def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
 def work_of_blocks(launch: PortableLaunch, lens: Lens) -> Work:
     """Return the work of the portable kernel without partitions: each row block is an item."""
     request, heads = launch.request, launch.request.spec.num_kv_heads
-    if launch.decode is not None:
-        lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
     blocks, tiles, longest = row_blocks(launch, lens)
     sms = request.device.num_sms
     slots = sms * launch.config.programs_per_sm

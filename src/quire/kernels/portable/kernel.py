@@ -54,7 +54,6 @@ from quire.kernels.schedule import (
     load_part,
     load_sequence,
     next_row_block,
-    skip_decoding,
     skip_prompts,
     span,
     units_here,
@@ -305,8 +304,81 @@ def attend_tiles(
         return acc, m_i, l_i
 
 
+@triton.jit
+def attend_partition(
+    inputs, outputs, scratch, v_scale, index, part, T: tl.constexpr, F: tl.constexpr, U: tl.constexpr, P: tl.constexpr,
+    MULTI_BLOCK: tl.constexpr, COMBINE_LAUNCH: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend with the row blocks of a partition, and store their results or partials.
+
+    Args:
+        inputs: Inputs.
+        outputs: Outputs.
+        scratch: views.Partials.
+        v_scale: value scale of the KV head.
+        index: number of the partition.
+        part: schedule.Part.
+        T, F, U, P: Tiling, Form, Units and Partial.
+        MULTI_BLOCK, COMBINE_LAUNCH, EARLY_EXIT_MAX_TILES, PDL: as `portable_kernel` has them.
+    """
+    kv, kv_head, scoring = inputs.kv, inputs.kv_head, inputs.scoring
+    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
+    TILES: tl.constexpr = U.UNIT // T.BLOCK_N
+    seq, block, more = part.seq, part.block, part.low < part.high
+    sequence = load_sequence(kv, inputs.cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
+    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+    while more:  # one row block, or those of its units that are in this partition
+        kv_start, kv_stop, first, num_units, _ = span(known, kv, scoring.window_left, scoring.window_right, U)
+        row_block = block if MULTI_BLOCK else 0
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+        as_planned = is_as_planned(sequence, known) & (planned == num_units)
+        num_blocks = tl.cdiv(sequence.q_len * T.GROUP, T.BLOCK_M)
+        next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
+        if U.MAX_DECODE_QUERIES > 0:
+            next_seq = skip_prompts(inputs.cu_seqlens_q, next_seq, part.last_seq, U.MAX_DECODE_QUERIES)
+        ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
+        stop_tile = (first + stop) * TILES
+        if F.FIXED_SPLIT > 0:
+            stop_tile = tl.minimum(stop_tile, tl.cdiv(kv_stop, T.BLOCK_N))
+        share = Share(
+            kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
+            tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
+        )  # fmt: skip
+        rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
+        acc, columns = join_pairs(acc, T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
+        part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
+        start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
+        if PDL:
+            if ends_early:
+                gdc_launch_dependents()
+        if not is_cut:
+            store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, T.HEAD_DIM_V, F.FIXED_SPLIT > 0)
+        elif COMBINE_LAUNCH:
+            left = (F.FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
+            slot = block_unit + stop - 1 if F.FIXED_SPLIT > 0 else slot_of_partial(index, start)
+            slot = slot * P.LANES + kv_head
+            store_partial(scratch, acc, m_i, l_i, columns, slot, rows.owned & left, T.BLOCK_M, P)
+        else:
+            is_last, slots = store_and_arrive(
+                scratch, acc, m_i, l_i, columns, index, kv_head, start, block_unit, planned, part.size, T.BLOCK_M, P
+            )
+            if is_last:
+                _, q_start, q_len, first_pos = sequence
+                stored = find_rows(row_block * T.BLOCK_M, q_start, q_len, first_pos, kv_head, T.GROUP, P.ROWS)
+                store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
+        seq, block, sequence, known = next_seq, next_block, following, following
+
+
 @triton.jit(
-    do_not_specialize=["is_found_now", "num_seqs", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=[
+        "is_found_now",
+        "num_seqs",
+        "num_beside",
+        "stride_table",
+        "stride_lse",
+        "window_left",
+        "window_right",
+    ],
 )
 def portable_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
@@ -325,6 +397,7 @@ def portable_kernel(
     scratch,  # views.Partials, or None without partitions
     scale, softcap, window_left, window_right,
     num_seqs,  # where row blocks are searched for, or None
+    num_beside,  # partitions beside row blocks, or None
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
@@ -338,7 +411,7 @@ def portable_kernel(
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
     FIXED_SPLIT: tl.constexpr, BOUNDS: tl.constexpr,  # of Form
-    MIN_QUERIES: tl.constexpr,  # of Units
+    MIN_QUERIES: tl.constexpr,  # sequences with fewer belong to partitions beside row blocks
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows from one partial to the next
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
@@ -347,8 +420,12 @@ def portable_kernel(
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
     FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
+    BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions beside row blocks
 ):  # fmt: skip
-    PARTITIONED: tl.constexpr = is_found_now is not None
+    HAS_PARTS: tl.constexpr = is_found_now is not None
+    BESIDE: tl.constexpr = BESIDE_M > 0
+    PARTITIONED: tl.constexpr = HAS_PARTS and not BESIDE
+    AFTER: tl.constexpr = MAX_DECODE_QUERIES > 0 and not BESIDE  # of the launch before, with which this one runs
     EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
@@ -375,11 +452,11 @@ def portable_kernel(
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     if PARTITIONED:
-        if PDL and MAX_DECODE_QUERIES == 0:
+        if PDL and not AFTER:
             if is_found_now:  # by the launch before this one, for which `load_part` has to wait
                 gdc_wait()
         part = load_part(scratch.parts, index)
-    if PDL and MAX_DECODE_QUERIES == 0:  # this kernel may start before the previous one in the stream has ended
+    if PDL and not AFTER:  # this kernel may start before the previous one in the stream has ended
         gdc_wait()
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
@@ -391,10 +468,54 @@ def portable_kernel(
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
+    if HAS_PARTS:
+        # Row blocks of partitions beside others have tiles of their own.
+        ROWS: tl.constexpr = BESIDE_M if BESIDE else BLOCK_M
+        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
+        U: tl.constexpr = Units(
+            GROUP, ROWS, BESIDE_N if BESIDE else TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS
+        )  # fmt: skip
+        # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
+        COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
+        # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
+        # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
+        ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
+        MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
+        P: tl.constexpr = Partial(
+            PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
+            MIN_PARTIALS if TWO_LEVEL else None,
+        )  # fmt: skip
+        if PARTITIONED:
+            attend_partition(
+                inputs, outputs, scratch, v_scale, index, part, T, F, U, P, MULTI_BLOCK, COMBINE_LAUNCH,
+                EARLY_EXIT_MAX_TILES, PDL,
+            )  # fmt: skip
+            if AFTER and PDL:
+                # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it
+                # exits, so that later kernels see both results.
+                gdc_wait()
+        else:
+            TB: tl.constexpr = Tiling(
+                GROUP, BESIDE_M, BESIDE_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
+                WIDE_OFFSETS, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
+                False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
+            )  # fmt: skip
+            SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_N)
+            FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)
+            if index < num_beside:
+                part = load_part(scratch.parts, index)
+                attend_partition(
+                    inputs, outputs, scratch, v_scale, index, part, TB, FB, U, P, GROUP > BESIDE_M, False,
+                    EARLY_EXIT_MAX_TILES, PDL,
+                )  # fmt: skip
+                return
+            index -= num_beside
     if not PARTITIONED:
         seq, row_block = index, 0
         if MULTI_BLOCK:
             num_blocks = tl.num_programs(0) // NUM_KV_HEADS
+            if BESIDE:
+                num_blocks -= num_beside
             seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP, BLOCK_M)
         sequence = load_sequence(kv, cu_seqlens_q, seq)
         if cu_seqlens_q is not None:
@@ -408,67 +529,3 @@ def portable_kernel(
             gdc_launch_dependents()
         acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
-    else:
-        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(
-            GROUP, BLOCK_M, TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS, MIN_QUERIES
-        )  # fmt: skip
-        # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
-        COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
-        # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
-        # another (1 x 4,096, 4 drafts: 15.0 µs, not 18.4; NVIDIA H200, 2026-11-21).
-        ROOM: tl.constexpr = 4096 if PARTIAL_ROWS > 16 else (8192 if PER_ROW_MASK else 16384)
-        MIN_PARTIALS: tl.constexpr = TWO_LEVEL_MIN_PARTIALS if PER_ROW_MASK else 2 * TWO_LEVEL_MIN_PARTIALS
-        P: tl.constexpr = Partial(
-            PARTIAL_ROWS, HEAD_DIM_V, BLOCK_DV, COLUMNS, NUM_KV_HEADS, PER_ROW_MASK, ROOM, FIXED_SPLIT > 0,
-            MIN_PARTIALS if TWO_LEVEL else None,
-        )  # fmt: skip
-        seq, block, more = part.seq, part.block, part.low < part.high
-        sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
-        known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
-        while more:  # one row block, or those of its units that are in this partition
-            kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
-            row_block = block if MULTI_BLOCK else 0
-            start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
-            as_planned = is_as_planned(sequence, known) & (planned == num_units)
-            num_blocks = tl.cdiv(sequence.q_len * GROUP, BLOCK_M)
-            next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
-            if MAX_DECODE_QUERIES > 0:
-                next_seq = skip_prompts(cu_seqlens_q, next_seq, part.last_seq, MAX_DECODE_QUERIES)
-            if MIN_QUERIES > 0:
-                next_seq = skip_decoding(cu_seqlens_q, next_seq, part.last_seq, MIN_QUERIES)
-            ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
-            stop_tile = (first + stop) * TILES
-            if FIXED_SPLIT > 0:
-                stop_tile = tl.minimum(stop_tile, tl.cdiv(kv_stop, BLOCK_N))
-            share = Share(
-                kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
-                tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
-            )  # fmt: skip
-            rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
-            acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
-            part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
-            start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
-            if PDL:
-                if ends_early:
-                    gdc_launch_dependents()
-            if not is_cut:
-                store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
-            elif COMBINE_LAUNCH:
-                left = (FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
-                slot = block_unit + stop - 1 if FIXED_SPLIT > 0 else slot_of_partial(index, start)
-                slot = slot * NUM_KV_HEADS + kv_head
-                store_partial(scratch, acc, m_i, l_i, columns, slot, rows.owned & left, BLOCK_M, P)
-            else:
-                is_last, slots = store_and_arrive(
-                    scratch, acc, m_i, l_i, columns, index, kv_head, start, block_unit, planned, part.size, BLOCK_M, P
-                )
-                if is_last:
-                    _, q_start, q_len, first_pos = sequence
-                    stored = find_rows(row_block * BLOCK_M, q_start, q_len, first_pos, kv_head, GROUP, PARTIAL_ROWS)
-                    store_combined(scratch, slots, kv_head, outputs, v_scale, stored, P)
-            seq, block, sequence, known = next_seq, next_block, following, following
-    if PDL and MAX_DECODE_QUERIES > 0:
-        # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it exits, so
-        # that later kernels see both results.
-        gdc_wait()

@@ -42,7 +42,8 @@ class PortableLaunch:
         max_decode_queries: sequences with more queries are left to another launch; 0 if this launch serves all.
         partials_at_once: partials of a row that a program of a second launch combines at once, one of `ALIKE`; 0 where
             the programs that attend combine them.
-        decode: the launch for sequences with at most `decode.max_decode_queries` queries, which follows; or None.
+        decode: the launch for sequences with at most `decode.max_decode_queries` queries, whose programs are the first
+            ones of the same grid; or None.
         fallback: the launch for caches whose fp8 numbers are not loaded in pairs; None if this one serves them too.
     """
 
@@ -162,6 +163,11 @@ class PortableLaunch:
         return 0 if self.has_combine_launch else self.costs.min_split_tiles
 
     @property
+    def partitioned(self) -> "PortableLaunch | None":
+        """The launch whose partitions programs own: this one, or its decode launch; None if neither has any."""
+        return self if self.num_partitions else self.decode
+
+    @property
     def max_registers(self) -> int | None:
         """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
 
@@ -177,12 +183,12 @@ class PortableLaunch:
         request = self.request
         absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
         keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
-        if self.num_partitions:
-            unit = self.fixed_split_size or self.config.block_n
-            keys.add(key_of("schedule", *absent, self.has_combine_launch, unit, **self.schedule_constexprs()))
+        if (parts := self.partitioned) is not None:
+            unit = parts.fixed_split_size or parts.config.block_n
+            keys.add(key_of("schedule", *absent, parts.has_combine_launch, unit, **parts.schedule_constexprs()))
         if self.has_combine_launch:
             keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
-        return frozenset(keys) if self.decode is None else frozenset(keys) | self.decode.compile_keys()
+        return frozenset(keys)
 
     def with_most_partitions(self) -> "PortableLaunch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
@@ -262,8 +268,8 @@ class PortableLaunch:
     def num_programs(self, num_tokens: int) -> int:
         """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
         row_blocks = self.num_row_blocks(num_tokens)
-        if self.num_partitions:
-            return self.num_partitions * self.lanes if row_blocks else 0
+        if row_blocks and (parts := self.partitioned) is not None:
+            row_blocks = parts.num_partitions + (0 if self.num_partitions else row_blocks)
         return row_blocks * self.lanes
 
     def constexprs(self) -> dict[str, Any]:
@@ -286,10 +292,15 @@ class PortableLaunch:
             "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
             "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
             "MIN_QUERIES": self.min_queries,
-        } | options | (self.partition_constexprs() if self.num_partitions else {})  # fmt: skip
+        } | options | self.partition_constexprs()  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
-        """Return the kernel's constexprs that are about partitions."""
+        """Return the kernel's constexprs that are about partitions, its own or those of the decode launch."""
+        if self.decode is not None:
+            config = self.decode.config
+            return self.decode.partition_constexprs() | {"BESIDE_M": config.block_m, "BESIDE_N": config.block_n}
+        if not self.num_partitions:
+            return {}
         request, costs = self.request, self.costs
         return {
             "PARTIAL_ROWS": self.rows_between_partials, "MAX_DECODE_QUERIES": self.max_decode_queries,
@@ -336,17 +347,14 @@ class PortableLaunch:
         return {
             "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
             "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
-            "MIN_QUERIES": self.min_queries, "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
+            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
             "num_warps": 1,
         } | options  # fmt: skip
 
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for this launch or its fallback, which begin with as many counters."""
-        own = self.own_scratch_size()
-        if self.decode is not None:  # it runs after this launch, which leaves all counters 0
-            decode = self.decode.scratch_size()
-            own = ScratchSize(max(own.total, decode.total), max(own.counters, decode.counters))
+        own = self.own_scratch_size() if self.decode is None else self.decode.scratch_size()
         return own if self.fallback is None else max(own, self.fallback.scratch_size())
 
     def own_scratch_size(self) -> ScratchSize:
@@ -374,19 +382,19 @@ class PortableLaunch:
         """Return what finds the schedule of a batch; None without partitions."""
         from quire.kernels.scheduler import scheduler_of
 
-        return scheduler_of(self, batch) if self.num_partitions else None
+        return None if self.partitioned is None else scheduler_of(self.partitioned, batch)
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.portable.kernel import portable_kernel
 
-        spec, partials, num_seqs = self.request.spec, None, None
-        if self.num_partitions:
+        spec, partials, decode = self.request.spec, None, self.decode
+        if self.partitioned is not None:
             assert workspace is not None
             partials = self.partials(workspace)
-        elif self.multi_block:
-            num_seqs = batch.num_seqs
-        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs
+        num_seqs = batch.num_seqs if self.multi_block and not self.num_partitions else None
+        num_beside = None if decode is None else decode.num_partitions
+        numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs, num_beside
         return PortableRunner(self, batch, portable_kernel, (batch.cu_seqlens_q, partials, *numbers), workspace)
 
     def describe_config(self) -> str:

@@ -97,7 +97,6 @@ class PortableRunner(KernelRunner):
         super().__init__(launch, batch, kernel, fixed)
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
-        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
         self.combine: Any = None  # launches `combine_partials_kernel`
         if launch.has_combine_launch:
             from quire.kernels.launcher import Kernel
@@ -139,9 +138,7 @@ class PortableRunner(KernelRunner):
             self.set_grid(q.shape[0])
         if self.grid[0] == 0:
             return
-        found = self.find_schedule(self.decided.fixed_split_size or self.block_n(cache))
-        if self.decode is not None:  # it may run at the same time as this launch, and so finds no schedule between both
-            self.decode.prepare(cache)
+        found = self.find_schedule(self.unit(cache))
         rotated, rotation = norm_rope or (None, None)
         arguments = self.arguments if rotation is None else partial(self.arguments, rotation=rotation)
         read = None if extras is None else self.passed(extras)
@@ -151,8 +148,6 @@ class PortableRunner(KernelRunner):
             v_scale = None if cache.scale_kind == "token" else cache.v_scale
             tensors = out, out_scale, lse, sinks, v_scale
             self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
-        if self.decode is not None:
-            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -164,9 +159,7 @@ class PortableRunner(KernelRunner):
     def prepare(self, cache: PagedKVCache) -> None:
         """Find the schedule now: a launch between this and the next call need not wait for it."""
         runner = self.runner_for(cache)
-        runner.find_schedule(runner.decided.fixed_split_size or runner.block_n(cache))
-        if runner.decode is not None:
-            runner.decode.prepare(cache)
+        runner.find_schedule(runner.unit(cache))
 
     def can_append(self, cache: PagedKVCache) -> bool:
         """Return whether `append` serves a cache: each program that reads a sequence's new keys writes all of them."""
@@ -202,9 +195,13 @@ class PortableRunner(KernelRunner):
         norm_rope = None if rope is None and qk_norm is None else views.norm_rope_of(rope, qk_norm)
         self(q, cache, out, lse, sinks, alibi_slopes, out_scale, new, norm_rope, extras)
 
-    def block_n(self, cache: PagedKVCache) -> int:
+    def unit(self, cache: PagedKVCache) -> int:
+        """Return the keys of a unit of partitions."""
+        parts = self.decided.partitioned or self.decided
+        return parts.fixed_split_size or self.keys_of_tile(parts.config.block_n, cache)
+
+    def keys_of_tile(self, block_n: int, cache: PagedKVCache) -> int:
         """Return the keys of a tile: fewer where numbers are converted one at a time, which takes registers."""
-        block_n = self.decided.config.block_n
         return (
             block_n
             if cache.dtype is self.decided.request.spec.dtype or cache.kv_format or self.decided.packs_fp8(cache)
@@ -253,7 +250,8 @@ class PortableRunner(KernelRunner):
         } | rotation._asdict() | of_format  # fmt: skip
         if packed and decided.max_registers is not None:
             meta["maxnreg"] = decided.max_registers
-        meta["BLOCK_N"] = self.block_n(cache)
+        for name in {"BLOCK_N", "BESIDE_N"} & meta.keys():
+            meta[name] = self.keys_of_tile(meta[name], cache)
         strides = (
             batch.page_table.stride(0),
             q.stride(0),

@@ -1,7 +1,8 @@
 """The variants of the portable kernel: its configurations for a spec on a device, and how each is used.
 
 "whole" has a program for each row block, "cut" partitions whose programs combine partials, and "joined" partitions
-whose partials a second launch combines. "mixed" is whole, and has a decode launch for sequences of few queries.
+whose partials a second launch combines. "mixed" is whole, and has the programs of a decode launch, for sequences of few
+queries, in the same grid.
 `kernels/choose.py` takes the one of least predicted time.
 """
 
@@ -50,16 +51,15 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     },
     2: CONFIGS[2]
     | {
-        64: "16x64 w4 s3 p3 wc/, 16x128 w4 s3 p2 w/wc, 32x64 w4 s3u p2 /w, 64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /w, "
-        "128x64 w4 s3u p2 /wcj",
-        128: "16x32 w4 s3 p3 w/w, 16x64 w4 s3 p2 wc/c, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /c, 64x32 w4 s3u p2 /wj, "
-        "64x64 w4 s3u p2 /w, 128x32 w4 s3u p2 /wj",
-        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wc, 128x64 w8 s2u p1 /wj",
+        64: "16x64 w4 s3 p3 wc/wc, 16x128 w4 s3 p2 wc/wc, 32x64 w4 s3u p2 /wc, 64x64 w4 s3u p2 /wcj, "
+        "128x32 w4 s3u p2 /wcj, 128x64 w4 s3u p2 /wcj",
+        128: "16x32 w4 s3 p3 wc/wc, 16x64 w4 s3 p2 wc/wc, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /wc, "
+        "64x32 w4 s3u p2 /wcj, 64x64 w4 s3u p2 /wj, 128x32 w4 s3u p2 /wj",
+        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, 128x64 w8 s2u p1 /wj",
     },
 }
-# Where products are not wgmma's, row blocks have as many rows as a sequence, up to so many: no sweep timed lower ones,
-# and numbers fitted to short sequences took 16 rows for 788 (3.07 of FlashInfer's time, NVIDIA H200 as sm80).
-# Where they are not mma.sync's either, longer sequences are cut if row blocks are fewer than so many for each SM.
+# Where products are neither wgmma's nor mma.sync's, nothing was swept: row blocks have as many rows as a sequence, up
+# to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
 # Of AMD's GPUs, which have a quarter of the shared memory.
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
@@ -67,7 +67,7 @@ OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
 }
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
-MIXED_ROWS = 64  # of a tile with all rows of any sequence, up to which one launch serves all sequences
+MIXED_ROWS = 64  # of a tile, and of a sequence, from which on decoding sequences may have tiles of their own
 VERY_TALL = 64  # rows of partials, of which one program combines one after the other: a second launch has more
 # Of batch-invariant plans: one for all batches, but for its rows.
 INVARIANT = {
@@ -107,13 +107,14 @@ def variants(
         configs = configs or configs_of(spec, device)
     takes_all = options.config is not None or options.num_splits is not None or options.batch_invariant
     one_each = request.bounds.max_query_len <= 1
-    is_listed = not takes_all and (device.has_wgmma or device.has_mma_sync)
+    was_swept = device.has_wgmma or device.has_mma_sync
+    is_listed = not takes_all and was_swept
     listed = uses_listed(spec, device, one_each, alone) if is_listed else {}
     rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
-        if not takes_all and not device.has_wgmma and is_short(config, rows, always):
+        if not (takes_all or was_swept) and is_short(config, rows, always):
             continue
         whole = PortableLaunch(request, config, COSTS)
         if options.batch_invariant:
@@ -133,7 +134,7 @@ def variants(
                     fallback = replace(whole, config=base)
                 launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
-            if use == "whole" and not takes_all and (decode := decode_launch_after(launch)) is not None:
+            if use == "whole" and not takes_all and (decode := decode_launch_beside(launch)) is not None:
                 found[f"portable {name} mixed"] = replace(launch, decode=decode)
     return found
 
@@ -163,20 +164,28 @@ def fills(launch: PortableLaunch) -> bool:
     return launch.multi_block and programs >= FILLED * request.device.num_sms
 
 
-def decode_launch_after(launch: PortableLaunch) -> PortableLaunch | None:
-    """Return the launch for sequences of few queries that may follow one for prompts, if a batch may have both.
+def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
+    """Return the launch for sequences of few queries in the grid of one for prompts, if a batch may have both.
 
-    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. With one launch for both,
-    32 decoding sequences and 2 prompts took 302 us, and 140 with two (NVIDIA H200 as sm80, 2026-11-29). On other
-    targets, mixed batches are the Hopper kernel's, or this was not tried.
+    A decoding sequence uses a few rows of a prompt's tile, of which mma.sync multiplies all. Its programs come first,
+    one for each SM, where a program of the other kind multiplies while they load. On other targets, mixed batches are
+    the Hopper kernel's, or this was not tried.
     """
-    request, bounds = launch.request, launch.request.bounds
-    is_tall = launch.multi_block or launch.config.block_m > MIXED_ROWS
+    request, bounds, config = launch.request, launch.request.bounds, launch.config
+    is_tall = config.block_m >= MIXED_ROWS < request.rows_per_seq
     if not (request.device.has_mma_sync and request.is_ragged and is_tall) or request.has_tree:
         return None
+    of_spec = configs_of(request.spec, request.device).values()
+    low = [each for each in of_spec if each.block_m <= MAX_DECODE_ROWS and each.num_warps == config.num_warps]
+    if not low:
+        return None
+    own = min(low, key=lambda each: abs(each.programs_per_sm - config.programs_per_sm))
+    own = replace(own, num_stages=config.num_stages, programs_per_sm=config.programs_per_sm)  # a kernel has one of each
     max_queries = most_decode_queries(request.spec)
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
-    return decode_launch(replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens)), max_queries)
+    request = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens))
+    decode, most = decode_launch(request, max_queries, config=own), request.device.num_sms // request.spec.num_kv_heads
+    return replace(decode, num_partitions=max(1, min(decode.num_partitions, most)))
 
 
 def most_decode_queries(spec: AttentionSpec) -> int:
@@ -253,11 +262,13 @@ def at_once(split: PortableLaunch) -> int:
     return next((most for most in split.ALIKE if partials <= most), split.ALIKE[-1])
 
 
-def decode_launch(request: Request, max_decode_queries: int, batch_invariant: bool = False) -> PortableLaunch:
+def decode_launch(
+    request: Request, max_decode_queries: int, batch_invariant: bool = False, config: KernelConfig | None = None
+) -> PortableLaunch:
     """Return the launch for sequences of few queries, next to one for the others."""
-    configs = invariant_configs if batch_invariant else configs_of
-    of_spec = configs(request.spec, request.device).values()
-    config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
+    if config is None:
+        of_spec = (invariant_configs if batch_invariant else configs_of)(request.spec, request.device).values()
+        config = next((config for config in of_spec if config.num_stages > 1), next(iter(of_spec)))
     fixed_split_size = FIXED_SPLIT_SIZE if batch_invariant else 0
     whole = PortableLaunch(request, config, COSTS, 0, 0.0, fixed_split_size, max_decode_queries)
     return uses_of(whole, within=True)["cut"]

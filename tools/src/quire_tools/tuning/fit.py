@@ -50,8 +50,8 @@ class Seen:
             times tell what an item costs.
         is_rough: whether it was found hopeless, and its time is rough.
         over_best: its time over that of the best variant of the case.
-        after: the portable kernel's launch for decoding sequences, which follows; such a variant has the numbers of one
-            without, and is judged, not fitted.
+        after: the portable kernel's launch for decoding sequences, in the same grid; such a variant has the numbers of
+            one without, and is judged, not fitted.
     """
 
     variant: str
@@ -336,7 +336,7 @@ def time_of(fitted: Fitted, kind: str, seen: Seen, scenario: int | None = None) 
     """Return the predicted time of a variant; for the lengths of a scenario, where one is given."""
     work = seen.work if scenario is None else seen.bounded[scenario][1]
     time = micros(work, numbers_of(fitted, kind, seen))
-    return time if seen.after is None else time + time_of(fitted, kind, seen.after, scenario)
+    return time if seen.after is None else max(time, time_of(fitted, kind, seen.after, scenario))
 
 
 @dataclass(frozen=True)
