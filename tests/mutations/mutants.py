@@ -287,6 +287,12 @@ IN_INTERPRETER = {
         "tl.max(l_i, 0) < 0",
         KEPT + "[10.0-None-1]",
     ),
+    "row blocks counted with the programs before them": Mutant(
+        "kernels/portable/kernel.py",
+        "num_blocks -= num_beside",
+        "num_blocks -= 0",
+        "kernels/test_mma_sync.py::test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has[3]",
+    ),
     "rows without a maximum keep it": Mutant(
         "kernels/portable/kernel.py",
         "tl.where(has_after | has_before, full_start",
