@@ -42,6 +42,7 @@ class MLAHopperLaunch:
     request: Request
     fallback: MLALaunch
     fp8_mma: bool = False
+    narrow: bool = False
 
     @property
     def name(self) -> str:
@@ -51,18 +52,18 @@ class MLAHopperLaunch:
     @property
     def row_blocks(self) -> int:
         """Most row blocks of a sequence."""
-        return max(1, cdiv(self.request.rows_per_seq, ROWS))
+        return max(1, cdiv(self.request.rows_per_seq, self.columns))
 
     @property
     def partial_rows(self) -> int:
         """Rows of a partial, a power of two."""
-        return min(ROWS, power_of_two(self.request.rows_per_seq))
+        return min(self.columns, power_of_two(self.request.rows_per_seq))
 
     @property
     def columns(self) -> int:
         """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
         rows = power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq))
-        return rows if rows <= MAX_COLUMN_ROWS else ROWS
+        return min(rows, MAX_COLUMN_ROWS) if rows <= MAX_COLUMN_ROWS or self.narrow else ROWS
 
     @property
     def num_partitions(self) -> int:
@@ -121,7 +122,7 @@ class MLAHopperLaunch:
         costs = self.combine_cost, self.sequence_cost, int(spec.causal)
         fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
         sizes = row_blocks * parts * FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
-        units = {"GROUP": spec.num_q_heads, "BLOCK_M": ROWS, "UNIT": TILE}
+        units = {"GROUP": spec.num_q_heads, "BLOCK_M": self.columns, "UNIT": TILE}
         meta = units | {"PDL": True, "num_warps": 1, "launch_pdl": True}
         return Search(mla_schedule_kernel, row_blocks * max(parts, cuts), sizes, fixed, meta)
 

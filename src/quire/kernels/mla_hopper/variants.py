@@ -22,7 +22,9 @@ def variants(
     """
     if refusal := refusal_of(request, options):
         return refusal
-    launch = MLAHopperLaunch(request, fallback)
+    import os
+
+    launch = MLAHopperLaunch(request, fallback, narrow=os.environ.get('NARROW', '1') == '1')
     found = {"mla_hopper": launch}
     if can_multiply_in_fp8(request):
         found["mla_hopper fp8"] = replace(launch, fp8_mma=True)
