@@ -27,7 +27,7 @@ def variants(
     launch = MLAHopperLaunch(request, fallback, narrow=os.environ.get('NARROW', '1') == '1')
     found = {"mla_hopper": launch}
     if can_multiply_in_fp8(request):
-        found["mla_hopper fp8"] = replace(launch, fp8_mma=True)
+        found["mla_hopper fp8"] = replace(launch, fp8_mma=True, narrow=False)
     return found
 
 
