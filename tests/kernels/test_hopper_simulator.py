@@ -821,7 +821,7 @@ def latent_spec(num_q_heads, dtype=torch.float16, **fields):
 
 def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
     """Row blocks have 64 rows; the tiles of each are cut into partitions."""
-    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
+    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // (64 if spec.allow_fp8 else 32))
     num_sms = partitions * max(1, row_blocks)
     bound = LONG if spec.allow_fp8 else None  # products in fp8 are for plans whose bounds are many tiles
     plan = assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, **problem)
