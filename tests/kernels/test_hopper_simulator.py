@@ -231,7 +231,8 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     ],
     ids=["wide values", "sinks and softcap", "latents", "fp8 latents"],
 )
-def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling):
+def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling, take):
+    take("wide")  # row blocks of latents, whose accumulators are rescaled lazily
     p = with_growing_scores(make_problem(spec, lens, page_size=64), falling)
     state, _ = attend(p, make_plan(p, LONG, kernel))
     assert error_budget(p, state).passed, error_budget(p, state)
@@ -819,35 +820,51 @@ def latent_spec(num_q_heads, dtype=torch.float16, **fields):
     return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, dtype=dtype, **fields)
 
 
-def assert_latents_are_right(spec, lens=LATENTS, partitions=2, page_size=64, **problem):
-    """Row blocks have 64 rows; the tiles of each are cut into partitions."""
-    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // 64)
+def assert_latents_are_right(take, spec, lens=LATENTS, partitions=2, page_size=64, blocks="wide", **problem):
+    """Wide row blocks have 64 rows, narrow ones 32; the tiles of each are cut into partitions."""
+    take("fp8" if spec.allow_fp8 else blocks)
+    rows = 32 if blocks == "narrow" else 64
+    row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // rows)
     num_sms = partitions * max(1, row_blocks)
     bound = LONG if spec.allow_fp8 else None  # products in fp8 are for plans whose bounds are many tiles
     plan = assert_right(spec, lens, bound, "mla_hopper", num_sms, page_size=page_size, **problem)
     assert plan.launch.num_partitions == partitions and plan.launch.fp8_mma == spec.allow_fp8
+    assert plan.launch.columns <= rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("num_q_heads", "causal"), [(1, True), extended(8, False), (16, True), extended(40, False), (40, True)]
+    ("num_q_heads", "causal", "blocks"),
+    [
+        (1, True, "narrow"),
+        extended(8, False, "narrow"),
+        (16, True, "wide"),
+        extended(40, False, "wide"),
+        (40, True, "wide"),
+        (40, True, "narrow"),
+        extended(40, False, "narrow"),
+    ],
 )
-def test_latents(num_q_heads, causal, kv_dtype):
-    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal))
+def test_latents(num_q_heads, causal, blocks, kv_dtype, take):
+    assert_latents_are_right(take, latent_spec(num_q_heads, kv_dtype=kv_dtype, causal=causal), blocks=blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "kv_dtype"), [(8, None), (48, torch.float8_e4m3fn), (528, None)])
-def test_pages_of_latents(page_size, kv_dtype):
-    assert_latents_are_right(latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
+def test_pages_of_latents(page_size, kv_dtype, take):
+    assert_latents_are_right(take, latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
 
 @pytest.mark.parametrize("fields", [{}, E4M3, PRODUCTS_IN_FP8], ids=str)
-@pytest.mark.parametrize(("num_q_heads", "page_size"), [(16, 1), (16, 83), (40, 1), (128, 12)])
-def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, fields):
+@pytest.mark.parametrize(
+    ("num_q_heads", "page_size", "blocks"), [(16, 1, "wide"), (16, 83, "wide"), (40, 1, "narrow"), (128, 12, "wide")]
+)
+def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, blocks, fields, take):
     """Slots that no sequence sees hold NaN, and what is not seen of a tile is zeros."""
-    assert_latents_are_right(latent_spec(num_q_heads, torch.bfloat16, **fields), page_size=page_size)
+    blocks = "wide" if fields.get("allow_fp8") else blocks
+    spec = latent_spec(num_q_heads, torch.bfloat16, **fields)
+    assert_latents_are_right(take, spec, page_size=page_size, blocks=blocks)
 
 
 @pytest.mark.slow
@@ -858,9 +875,11 @@ def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, fields):
     [((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
     ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
 )
-def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
+@pytest.mark.parametrize("blocks", ["wide", "narrow"])
+def test_lengths_of_latents(lens, num_q_heads, kv_dtype, blocks, take):
     """Partitions cut sequences, and hold several."""
-    assert_latents_are_right(latent_spec(num_q_heads, kv_dtype=kv_dtype), lens, partitions=5, one_query=True)
+    spec = latent_spec(num_q_heads, kv_dtype=kv_dtype)
+    assert_latents_are_right(take, spec, lens, partitions=5, blocks=blocks, one_query=True)
 
 
 @pytest.mark.slow
@@ -873,13 +892,13 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype):
         (33, 528, {"dtype": torch.bfloat16}),
     ],
 )
-def test_products_of_latents_in_fp8(num_q_heads, page_size, fields):
-    assert_latents_are_right(latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)
+def test_products_of_latents_in_fp8(num_q_heads, page_size, fields, take):
+    assert_latents_are_right(take, latent_spec(num_q_heads, **PRODUCTS_IN_FP8 | fields), page_size=page_size)
 
 
 @pytest.mark.parametrize("lens", [((1, 1),), ((1, 900),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3])
-def test_lengths_of_latents_with_products_in_fp8(lens):
-    assert_latents_are_right(latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
+def test_lengths_of_latents_with_products_in_fp8(lens, take):
+    assert_latents_are_right(take, latent_spec(64, **PRODUCTS_IN_FP8), lens, partitions=5, one_query=True)
 
 
 @pytest.mark.parametrize(("num_q_heads", "fields"), [(16, {}), (40, {}), (40, PRODUCTS_IN_FP8)])
@@ -904,8 +923,9 @@ def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
 
 
 @pytest.mark.parametrize("seed", [*range(3), *map(extended, range(3, 6))])
-def test_whole_space_of_latents(seed):
+def test_whole_space_of_latents(seed, take):
     draw = random.Random(seed)
+    take(draw.choice(["narrow", "wide"]))
     kind = draw.choice([{}, E4M3, PRODUCTS_IN_FP8])
     spec = latent_spec(draw.choice([1, 8, 20, 33, 64, 128]), causal=draw.choice([True, False]), **kind)
     lens = [(draw.randint(0, 3), draw.choice([0, *draw.sample(range(600), 4)])) for _ in range(draw.randint(1, 6))]
@@ -915,15 +935,16 @@ def test_whole_space_of_latents(seed):
 
 
 @pytest.mark.slow
-def test_more_sequences_of_latents_than_are_looked_at_at_once():
+def test_more_sequences_of_latents_than_are_looked_at_at_once(take):
     lens = tuple((1, 37 * i % 100) for i in range(140))
-    assert_latents_are_right(latent_spec(8), lens, one_query=True)
+    assert_latents_are_right(take, latent_spec(8), lens, one_query=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_q_heads", [16, 64])
-def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, kv_dtype):
+@pytest.mark.parametrize(("num_q_heads", "blocks"), [(16, "narrow"), (64, "narrow"), (64, "wide")])
+def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, blocks, kv_dtype, take):
+    take(blocks)
     p = make_problem(
         latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 500), (1, 130)), page_size=64, one_query=True
     )

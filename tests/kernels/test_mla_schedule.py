@@ -31,12 +31,15 @@ UNWRITTEN = 77.0
 
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
 KINDS = {
-    "16 rows": (8, {}),
-    "32 fp8 rows": (16, E4M3),
-    "64 rows": (40, {}),
-    "64 fp8 rows": (40, E4M3),
-    "products in fp8": (40, E4M3 | {"allow_fp8": True}),
+    "16 rows": (8, {}, "narrow"),
+    "32 fp8 rows": (16, E4M3, "narrow"),
+    "32 of many rows": (40, {}, "narrow"),
+    "32 of many fp8 rows": (40, E4M3, "narrow"),
+    "64 rows": (40, {}, "wide"),
+    "64 fp8 rows": (40, E4M3, "wide"),
+    "products in fp8": (40, E4M3 | {"allow_fp8": True}, "fp8"),
 }
+ROWS = {"narrow": 32, "wide": 64, "fp8": 64}  # of a row block
 
 
 def set_unseen(tensor: torch.Tensor, values: Any) -> None:
@@ -72,15 +75,15 @@ def assert_right_or_nan(p: Any, plan: Any, seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("queries", [1, 2])
 def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queries, take):
     """Sequences grow, shrink, become empty, and take turns; producers and consumers walk the same tiles."""
-    take("fp8")
-    num_heads, fields = KINDS[kind]
+    num_heads, fields, variant = KINDS[kind]
+    take(variant)
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     lens = np.array([400, 20, 180, 64, 130])
     p = make_problem(spec, ((queries, 400),) * len(lens), page_size=64, one_query=queries == 1)
     bounds = p.bounds | {"max_seq_len": 20000 if spec.allow_fp8 else 400}
     batch = dataclasses.replace(p.batch, page_table=torch.nn.functional.pad(p.batch.page_table, (0, 400)))
     p = dataclasses.replace(p, batch=batch)
-    with simulated_hopper(num_sms=3 * cdiv(num_heads * queries, 64)):
+    with simulated_hopper(num_sms=3 * cdiv(num_heads * queries, ROWS[variant])):
         plan = quire.plan(spec, batch, **bounds, kernel="mla_hopper")
     assert plan.launch.num_partitions == 3 and plan.launch.fp8_mma == spec.allow_fp8
     random, rows = np.random.default_rng(queries), np.zeros(2, int)
@@ -94,11 +97,11 @@ def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queri
     assert rows.all()
 
 
-@pytest.mark.parametrize("kind", ["16 rows", "64 rows", "products in fp8"])
+@pytest.mark.parametrize("kind", ["16 rows", "32 of many rows", "32 of many fp8 rows", "64 rows", "products in fp8"])
 def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, take):
     """Into row blocks that sequences did not have, at the beginning of the batch, in its middle, and at its end."""
-    take("fp8")
-    num_heads, fields = KINDS[kind]
+    num_heads, fields, variant = KINDS[kind]
+    take(variant)
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     p = make_problem(spec, ((1, 90), (3, 150), (1, 70), (1, 40), (2, 100)), page_size=64)
     p.batch.cu_seqlens_q.copy_(torch.tensor((0, 1, 5, 5, 6, 8)))
@@ -106,7 +109,7 @@ def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, 
         batch = dataclasses.replace(p.batch, page_table=torch.nn.functional.pad(p.batch.page_table, (0, 400)))
         p = dataclasses.replace(p, batch=batch)
     bounds = p.bounds | {"max_query_len": 5, "max_seq_len": 20000 if spec.allow_fp8 else 150}
-    with simulated_hopper(num_sms=3 * cdiv(num_heads * 5, 64)):
+    with simulated_hopper(num_sms=3 * cdiv(num_heads * 5, ROWS[variant])):
         plan = quire.plan(spec, p.batch, **bounds, kernel="mla_hopper")
     assert plan.launch.fp8_mma == spec.allow_fp8
     with simulated_hopper():

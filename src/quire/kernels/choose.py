@@ -223,7 +223,7 @@ def family_of(name: str) -> str:
 def variant_of(launch: Any) -> str:
     """Return the name of a launch among the variants."""
     if isinstance(launch, MLAHopperLaunch):
-        return f"mla_hopper{' fp8' * launch.fp8_mma}"
+        return launch.variant
     if isinstance(launch, HopperLaunch):
         config: HopperConfig = launch.config
         if launch.fixed_split_size:

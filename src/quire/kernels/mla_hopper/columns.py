@@ -18,7 +18,8 @@ def load_queries(program, known, wanted, FIRST: gl.constexpr, LAST: gl.constexpr
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
     queries = program.queries
-    rows = gl.arange(0, program.config.COLUMNS, gl.SliceLayout(1, LAYOUT))
+    rows = program.row_block * program.config.COLUMNS
+    rows += gl.arange(0, program.config.COLUMNS, gl.SliceLayout(1, LAYOUT))
     token, head = rows // NUM_HEADS, rows % NUM_HEADS
     owned = (wanted & (token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
     token = (known.q_start + token).to(gl.int64)
@@ -38,9 +39,11 @@ def load_queries(program, known, wanted, FIRST: gl.constexpr, LAST: gl.constexpr
 def apply_mask(scores, pos, work, program):
     """Set scores of invisible keys to -inf, in a tile that begins at position `pos`. Scores are [TILE, COLUMNS]."""
     LAYOUT: gl.constexpr = scores.type.layout
-    causal = program.causal
-    if pos + TILE > gl.where(causal, gl.minimum(work.first_pos + 1, work.seq_len), work.seq_len):
-        token = gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT)) // program.config.NUM_HEADS
+    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
+    causal, first_row = program.causal, program.row_block * program.config.COLUMNS
+    low_pos = work.first_pos + first_row // NUM_HEADS
+    if pos + TILE > gl.where(causal, gl.minimum(low_pos + 1, work.seq_len), work.seq_len):
+        token = (first_row + gl.arange(0, scores.shape[1], gl.SliceLayout(0, LAYOUT))) // NUM_HEADS
         last = gl.minimum(gl.where(causal, work.first_pos + token, work.seq_len - 1), work.seq_len - 1) - pos
         keys = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
         scores = gl.where(keys[:, None] <= last[None, :], scores, float("-inf"))

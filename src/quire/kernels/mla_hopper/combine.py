@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.lists import TokenLists, count_of
-from quire.kernels.mla_hopper.memory import ROWS, TILE
+from quire.kernels.mla_hopper.memory import TILE
 from quire.kernels.mla_hopper.program import Outputs
 from quire.kernels.schedule import load_cut
 
@@ -86,7 +86,7 @@ def combine_partials(
     OF_WEIGHTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     block, column = gl.program_id(2) % (PARTIAL_ROWS // BLOCK_M), gl.program_id(2) // (PARTIAL_ROWS // BLOCK_M)
     block, column = block * BLOCK_M, column * COLUMNS
-    if (row_block * ROWS + block) // NUM_HEADS < q_len:
+    if (row_block * PARTIAL_ROWS + block) // NUM_HEADS < q_len:
         rows = block + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OF_WEIGHTS))[:, None]
         parts = gl.arange(0, PARTS, gl.SliceLayout(0, OF_WEIGHTS))[None, :]
         cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
@@ -116,7 +116,7 @@ def combine_partials(
         acc = gl.sum(acc, 1)
         OF_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         out = acc / gl.convert_layout(safe, OF_ROWS)[:, None]
-        local = row_block * ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
+        local = row_block * PARTIAL_ROWS + block + gl.arange(0, BLOCK_M, OF_ROWS)
         token = local // NUM_HEADS
         offsets = (q_start + token).to(gl.int64) * outputs.stride_out_token
         offsets += (local % NUM_HEADS).to(gl.int64) * outputs.stride_out_head
@@ -128,7 +128,7 @@ def combine_partials(
         if outputs.lse is not None:
             if column == 0:
                 lse = lse_of_rows(m, sums)
-                of_lse = row_block * ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
+                of_lse = row_block * PARTIAL_ROWS + block + gl.arange(0, BLOCK_M, lse.type.layout)
                 lse_token = of_lse // NUM_HEADS
                 lse_offsets = (q_start + lse_token).to(gl.int64) * outputs.stride_lse + of_lse % NUM_HEADS
                 gl.store(outputs.lse + lse_offsets, lse, mask=lse_token < q_len)

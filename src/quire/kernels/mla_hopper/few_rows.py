@@ -72,28 +72,28 @@ def allocate_few(
 def consume_few(s, program):
     """Attend to every tile of the partition and write the results. The consumer warpgroup runs this."""
     last_seq = program.part.last_seq
-    seq, known, first = first_sequence(program, 0)
+    seq, known, first = first_sequence(program, program.row_block)
     n = 0
     AHEAD: gl.constexpr = program.config.COLUMNS == 16  # with 32 columns, registers hold only the output
     quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
     while seq <= last_seq:
         if not AHEAD:
             quarters = load_queries(program, known, True, 0, 3, True)
-        work = work_of(program, seq, known, first, 0)
+        work = work_of(program, seq, known, first, program.row_block)
         target = target_of(program, seq, known, work)
         store_queries(s, quarters)
         acc, m_i, l_i = attend(s, program, work, n)
         n += 4 * work.count
         l_i += target.poison
         finished = seq
-        seq, known, first = next_sequence(program, seq, 0)
+        seq, known, first = next_sequence(program, seq, program.row_block)
         if AHEAD:  # the next sequence's queries are on their way while this one's results are written
             quarters = load_queries(program, known, seq <= last_seq, 0, 3, True)
         if work.starts & work.ends:
             acc = scale_columns(acc, 1.0 / gl.where(l_i == 0.0, 1.0, l_i))
-            store_result(program, target, 0, acc, 0, m_i, l_i)
+            store_result(program, target, program.row_block * program.config.COLUMNS, acc, 0, m_i, l_i)
         else:
-            store_partial(program, slot_of(program, finished, work, 0), acc, 0, m_i, l_i)
+            store_partial(program, slot_of(program, finished, work, program.row_block), acc, 0, m_i, l_i)
 
 
 @gluon.jit

@@ -84,11 +84,11 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
     else:
         latent_scale = gl.load(program.scale_ptr)
     softmax_scale = program.softmax_scale * latent_scale
-    seq, known, first = first_sequence(program, 0)
+    seq, known, first = first_sequence(program, program.row_block)
     n, works = 0, 0
     while seq <= program.part.last_seq:
         quarters = load_queries(program, known, True, PARITY * 2, PARITY * 2 + 1, PARITY == EVEN)
-        work = work_of(program, seq, known, first, 0)
+        work = work_of(program, seq, known, first, program.row_block)
         target = target_of(program, seq, known, work)
         # Poisoned scores poison the output and its sum. They need no register while tiles are attended to.
         scale = store_queries(PARITY, s, quarters, works, softmax_scale + target.poison)
@@ -97,14 +97,14 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
         acc, m_i, l_i = merge_other(PARITY, s, acc, m_i, l_i, works)
         if work.starts & work.ends:
             results = merge_quarters(scale_columns(acc, latent_scale / gl.where(l_i == 0.0, 1.0, l_i)))
-            store_result(program, target, 0, results, PARITY * 2, m_i, l_i)
+            store_result(program, target, program.row_block * program.config.COLUMNS, results, PARITY * 2, m_i, l_i)
         else:
             results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
-            slot = (program.index * 2 + work.starts.to(gl.int32)).to(gl.int64)
+            slot = ((program.row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)).to(gl.int64)
             store_partial(program, slot, results, PARITY * 2, m_i, l_i)
         n += 4 * work.count
         works += 1
-        seq, known, first = next_sequence(program, seq, 0)
+        seq, known, first = next_sequence(program, seq, program.row_block)
 
 
 @gluon.jit

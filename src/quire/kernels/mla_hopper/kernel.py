@@ -52,8 +52,6 @@ def mla_hopper_kernel(
     NUMBER: gl.constexpr = kv_ptr.dtype.element_ty
     FROM_FP8: gl.constexpr = NUMBER.primitive_bitwidth == 8
     row_block, index = gl.program_id(0), gl.program_id(1)
-    if COLUMNS < ROWS:  # a sequence has one
-        row_block = index * 0
     if is_found_now:  # by the launch before this one, for which `load_mla_part` has to wait
         gdc_wait()
     part = load_latent_part(parts_ptr, row_block * num_partitions + index)

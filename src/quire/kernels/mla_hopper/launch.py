@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 ROWS = 64  # rows of a row block: the rows of a tensor-core instruction of one warpgroup
 TILE = 64  # keys of a tile
 WIDTHS = (512, 64)  # kv_lora_rank and qk_rope_head_dim
-MAX_COLUMN_ROWS = 32  # up to this many rows of a sequence are the columns of products (few_rows.py)
+MAX_COLUMN_ROWS = 32  # up to this many rows of a row block are the columns of products (few_rows.py)
 MIN_COLUMNS = 16
 MAX_SEQS_OF_COMBINE_BY_SEQ = 32  # up to which programs of the combine belong to sequences, otherwise to boundaries
 COMBINE_NUMBERS = 8192  # float32 numbers of partials that a program of the combine holds at once
@@ -37,11 +37,13 @@ class MLAHopperLaunch:
         request: the request that was decided about.
         fallback: the launch for caches that TMA cannot address.
         fp8_mma: whether matrix products are in fp8.
+        most_rows: of a row block: MAX_COLUMN_ROWS or ROWS.
     """
 
     request: Request
     fallback: MLALaunch
     fp8_mma: bool = False
+    most_rows: int = MAX_COLUMN_ROWS
 
     @property
     def name(self) -> str:
@@ -49,20 +51,27 @@ class MLAHopperLaunch:
         return "mla_hopper"
 
     @property
+    def variant(self) -> str:
+        """Name among the variants. Of many rows, row blocks are narrow or wide."""
+        if self.fp8_mma:
+            return "mla_hopper fp8"
+        is_many = self.request.rows_per_seq > MAX_COLUMN_ROWS
+        return "mla_hopper" + (" wide" if self.columns == ROWS else " narrow") * is_many
+
+    @property
     def row_blocks(self) -> int:
         """Most row blocks of a sequence."""
-        return max(1, cdiv(self.request.rows_per_seq, ROWS))
+        return max(1, cdiv(self.request.rows_per_seq, self.columns))
 
     @property
     def partial_rows(self) -> int:
         """Rows of a partial, a power of two."""
-        return min(ROWS, power_of_two(self.request.rows_per_seq))
+        return min(self.columns, power_of_two(self.request.rows_per_seq))
 
     @property
     def columns(self) -> int:
         """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
-        rows = power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq))
-        return rows if rows <= MAX_COLUMN_ROWS else ROWS
+        return min(power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq)), self.most_rows)
 
     @property
     def num_partitions(self) -> int:
@@ -121,7 +130,7 @@ class MLAHopperLaunch:
         costs = self.combine_cost, self.sequence_cost, int(spec.causal)
         fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
         sizes = row_blocks * parts * FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
-        units = {"GROUP": spec.num_q_heads, "BLOCK_M": ROWS, "UNIT": TILE}
+        units = {"GROUP": spec.num_q_heads, "BLOCK_M": self.columns, "UNIT": TILE}
         meta = units | {"PDL": True, "num_warps": 1, "launch_pdl": True}
         return Search(mla_schedule_kernel, row_blocks * max(parts, cuts), sizes, fixed, meta)
 

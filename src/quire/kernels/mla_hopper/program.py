@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.mla_hopper.lists import first_item, next_item, tiles_of_part
-from quire.kernels.mla_hopper.memory import ROWS, TILE
+from quire.kernels.mla_hopper.memory import TILE
 from quire.kernels.schedule import (
     NO_END,
     SEQS,
@@ -157,7 +157,7 @@ def with_rows(program, seq, known, row_block):
     `known` is the `Sequence` of `seq`.
     """
     if program.lengths.cu_seqlens_q is not None:
-        if known.q_len * program.config.NUM_HEADS <= row_block * ROWS:
+        if known.q_len * program.config.NUM_HEADS <= row_block * program.config.COLUMNS:
             seq = skip_without_rows(program, seq, row_block)
             known = load_within(program, seq)
     return seq, known
@@ -173,7 +173,7 @@ def skip_without_rows(program, seq, row_block):
     while (seq <= last_seq) & (found == SEQS):
         starts = program.lengths.cu_seqlens_q + gl.minimum(seq + i, last_seq)
         q_len = gl.load(starts + 1) - gl.load(starts)
-        has_rows = (seq + i <= last_seq) & (q_len * program.config.NUM_HEADS > row_block * ROWS)
+        has_rows = (seq + i <= last_seq) & (q_len * program.config.NUM_HEADS > row_block * program.config.COLUMNS)
         found = gl.min(gl.where(has_rows, i, SEQS), 0)
         seq += found
     return seq
@@ -189,7 +189,7 @@ def work_of(program, seq, known, tile, row_block):
         return Work(known.first_pos, known.seq_len, known.seq_len, tile, count, is_whole, is_whole, seq >= 0)
     else:
         part = program.part
-        U: gl.constexpr = Units(program.config.NUM_HEADS, ROWS, TILE, 0)
+        U: gl.constexpr = Units(program.config.NUM_HEADS, program.config.COLUMNS, TILE, 0)
         visible = visible_keys(known, row_block, program.causal, U)
         tiles = num_tiles(known.q_len, visible, row_block, U)
         is_cut = (seq == part.last_seq) & (part.stop != NO_END)

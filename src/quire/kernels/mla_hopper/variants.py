@@ -1,4 +1,4 @@
-"""The variants of the MLA kernel for Hopper GPUs: products in 16 bits, or in fp8 where that is allowed."""
+"""The variants of the MLA kernel for Hopper GPUs: row blocks of 32 or of 64 rows, and products in fp8 if allowed."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import torch
 
 from quire.dispatch.request import Options, Request
 from quire.kernels.mla.launch import MLALaunch
-from quire.kernels.mla_hopper.launch import WIDTHS, MLAHopperLaunch, can_multiply_in_fp8
+from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, ROWS, WIDTHS, MLAHopperLaunch, can_multiply_in_fp8
 
 
 def variants(
@@ -23,10 +23,12 @@ def variants(
     if refusal := refusal_of(request, options):
         return refusal
     launch = MLAHopperLaunch(request, fallback)
-    found = {"mla_hopper": launch}
+    found = [launch]
+    if request.rows_per_seq > MAX_COLUMN_ROWS:
+        found.append(replace(launch, most_rows=ROWS))
     if can_multiply_in_fp8(request):
-        found["mla_hopper fp8"] = replace(launch, fp8_mma=True)
-    return found
+        found.append(replace(launch, most_rows=ROWS, fp8_mma=True))
+    return {each.variant: each for each in found}
 
 
 def refusal_of(request: Request, options: Options) -> str | None:
