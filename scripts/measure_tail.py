@@ -16,7 +16,7 @@ the same sign in each round.
     python scripts/measure_tail.py --layers 8 --requests 100 --rounds 2           # a first look, in minutes
     python scripts/measure_tail.py --agents 1.0                                   # turns of agents alone
     python scripts/measure_tail.py --drafts 3 --acceptance 0.8 0.6 0.4            # vLLM 0.26: drafts, accepted so often
-    python scripts/measure_tail.py --together --profile --seconds 400             # as many rounds as fit
+    python scripts/measure_tail.py --together --profile --span 20 --seconds 400   # short traces, as many rounds as fit
     python scripts/measure_tail.py --join mixed.json agents.json --out tail_h200  # one page and its plots, of two runs
 
 What is measured, for each load:
@@ -28,7 +28,7 @@ What is measured, for each load:
 * memory: of the device, in MB, after the requests less before.
 
 When the last request has its first output, those that are left are stopped: the engine would only become empty.
-With `--profile`, each backend's kernels are listed for 40 steps of the highest load below 1, in a trace of its own.
+With `--profile`, each backend's kernels are listed at last, for 40 steps of the highest load below 1.
 
 All engines have caches of the same size, and budgets of tokens as their servers have them. With `--together`, they are
 started first, at the same time, and share the GPU; with `--apart` too, one after another, so that the seconds of their
@@ -119,7 +119,7 @@ class Setup:
 
 
 class Ended(Exception):
-    """The process of an engine has ended early."""
+    """The process of an engine has ended early, or has no more time."""
 
 
 def log_normal(draw: random.Random, median: int, deviation: float, most: int) -> int:
@@ -460,7 +460,8 @@ def work(setup: Setup, pipe: Any) -> None:
             kernels, memory, saturated = compiled_kernels(), used_memory(), math.isinf(asked.rate)
             outputs, seconds = engine.serve(requests, SATURATED if saturated else math.inf)
             found = judged(requests, outputs, seconds, saturated)
-            pipe.send(found | {"kernels": compiled_kernels() - kernels, "memory": used_memory() - memory})
+            found |= {"count": asked.count, "kernels": compiled_kernels() - kernels}
+            pipe.send(found | {"memory": used_memory() - memory})
 
 
 def profile_of(engine: Any, requests: list[Request]) -> dict[str, Any] | None:
@@ -476,8 +477,8 @@ def profile_of(engine: Any, requests: list[Request]) -> dict[str, Any] | None:
 class Engine:
     """The process of an engine, which is started when it is first asked for something."""
 
-    def __init__(self, setup: Setup, say: Callable[[str], None]) -> None:
-        self.setup, self.say = setup, say
+    def __init__(self, setup: Setup, say: Callable[[str], None], until: float = math.inf) -> None:
+        self.setup, self.say, self.until = setup, say, until
         self.process: Any = None
         self.starts: list[float] = []
 
@@ -496,7 +497,7 @@ class Engine:
         """Wait until the process is ready.
 
         Raises:
-            Ended: the process ended.
+            Ended: the process ended, or the time did.
         """
         self.begin()
         if not self.is_ready:
@@ -508,7 +509,7 @@ class Engine:
         """Return the measures of a trace, or a profile.
 
         Raises:
-            Ended: the process ended.
+            Ended: the process ended, or the time did.
         """
         self.wait()
         with contextlib.suppress(OSError):
@@ -516,8 +517,11 @@ class Engine:
         return self.receive()
 
     def receive(self) -> Any:
-        """Return what the process sends."""
+        """Return what the process sends until the time ends."""
+        left = None if math.isinf(self.until) else max(0.0, self.until - time.perf_counter())
         try:
+            if not self.pipe.poll(left):
+                raise Ended(f"{self.setup.backend} had no answer when the time ended")
             return self.pipe.recv()
         except (EOFError, OSError):
             raise Ended(f"{self.setup.backend} ended early; its output is above") from None
@@ -542,7 +546,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the saturation, and for each load and backend the measures of each round.
 
-    A backend that ends early is left out from then on.
+    A backend that ends early is left out from then on. No trace begins that would end too late.
 
     Args:
         args: the options.
@@ -550,15 +554,20 @@ def measure(
         say: prints a line.
         keep: keeps what has been measured so far.
     """
-    began, longest, left = time.perf_counter(), 0.0, list(engines)
+    began, late, left = time.perf_counter(), 0.0, list(engines)
     found: dict[str, Any] = {"saturation": args.rate, "loads": {}, "profiles": {}, "starts": {}}
+    below = [load for load in args.load if load < 1]
+
+    def asked_at(load: float) -> tuple[int, float]:
+        if load == 1:
+            return min(QUEUE * args.requests, max(args.requests, QUEUED)), math.inf
+        rate = load * found["saturation"]
+        return int(max(LEAST, min(args.requests, (args.span or math.inf) * rate))), rate
 
     def ask(engine: Engine, load: float, part: str, profile: bool = False) -> dict[str, Any] | None:
         if engine not in left:
             return None
-        count, rate = args.requests, load * (found["saturation"] or 0.0)
-        if load == 1:
-            count, rate = min(QUEUE * count, max(count, QUEUED)), math.inf
+        count, rate = asked_at(load)
         try:
             return engine.ask(Asked(count, rate, args.agents, f"{args.seed} {part} {load}", profile))
         except Ended as error:
@@ -590,22 +599,19 @@ def measure(
                     break
             else:
                 sys.exit("no backend could be measured; their output is above")
+        kept()
         say(f"saturation: {found['saturation']:.2f} requests a second")
-        below = [load for load in args.load if load < 1]
-        for engine in engines if args.profile and below else []:
-            if (profile := ask(engine, max(below), "profile", profile=True)) is not None:
-                found["profiles"][engine.setup.backend] = profile
-                say(f"{engine.setup.backend}: {described(profile)}")
-                kept()
         for number, i in turns(len(engines), args.rounds):
             for load in args.load:
-                at = time.perf_counter()
-                if at - began + longest > args.seconds:
-                    say(f"no time for another trace in {args.seconds:.0f} s")
-                    return found
+                at, (count, rate) = time.perf_counter(), asked_at(load)
+                expected = SATURATED if load == 1 else count / rate
+                of_profiles = 2 * SETTLED * len(left) if args.profile and below else 0.0
+                if at - began + expected + late + of_profiles > args.seconds:
+                    say(f"no time for {load:.0%}, {engines[i].setup.backend} in {args.seconds:.0f} s")
+                    continue
                 if (of_round := ask(engines[i], load, f"round {number}")) is None:
                     continue
-                longest = max(longest, time.perf_counter() - at)
+                late = max(late, time.perf_counter() - at - expected)
                 backend = engines[i].setup.backend
                 found["loads"].setdefault(str(load), {}).setdefault(backend, []).append(of_round)
                 text = ", ".join(f"{of_round[name]:.1f} {words}" for name, words in shown(load).items())
@@ -613,6 +619,13 @@ def measure(
                 kept()
             if not args.together:
                 engines[i].end()
+        for engine in engines if args.profile and below else []:
+            if (profile := ask(engine, max(below), "profile", profile=True)) is not None:
+                found["profiles"][engine.setup.backend] = profile
+                say(f"{engine.setup.backend}: {described(profile)}")
+                kept()
+            if not args.together:
+                engine.end()
     finally:
         for engine in engines:
             engine.leave()
@@ -726,6 +739,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         asked, backends = result["asked"], backends_of(result)
         layers = asked["layers"] or MODELS[asked["model"]][1][2]
         rounds = [len(each) for of_load in result["loads"].values() for each in of_load.values()] or [0]
+        span = f", but at most those of {asked['span']:.0f} s" if asked["span"] else ""
         counts = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else str(max(rounds))
         rates = " and ".join(f"{rate:.2f}" for rate in as_list(result["saturation"]))
         drafts = (
@@ -735,7 +749,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
             f"## {title(asked)}",
             "",
             f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights. "
-            f"{asked['requests']:,} requests a trace, {asked['agents']:.0%} of them turns of agents.{drafts} "
+            f"{asked['requests']:,} requests a trace{span}, {asked['agents']:.0%} of them turns of agents.{drafts} "
             f"Saturation is {rates} requests a second. Medians of {counts} round{'s' * (max(rounds) != 1)}.",
             "",
         ]
@@ -809,6 +823,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="the saturation in requests a second, if it is known")
     parser.add_argument("--requests", type=int, default=1000, help="of a trace; default 1000")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--span", type=float, help="seconds of a trace, which then has fewer requests")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trace that would take longer")
     parser.add_argument("--agents", type=float, default=0.3, help="share of requests that are turns of agents")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that are drafted in a step; newer vLLM alone")
@@ -886,7 +901,7 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
     common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest, options)
     setups = [Setup(args.engine, backend, *common) for backend in backends]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    names = (*SAME, "requests", "rounds", "seed", "together", "apart")
+    names = (*SAME, "requests", "span", "rounds", "seed", "together", "apart")
     where = {"device": device, "torch": torch.__version__, "version": importlib.metadata.version(args.engine)}
     where["asked"] = {name: getattr(args, name) for name in names} | {"setups": [asdict(setup) for setup in setups]}
     alone = args.apart or not args.together  # starts at the same time can't be compared
@@ -894,7 +909,8 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
     def whole(found: dict[str, Any]) -> dict[str, Any]:
         return where | found | {"apart": found["starts"] if alone else {}}
 
-    return whole(measure(args, [Engine(setup, say) for setup in setups], say, lambda found: keep_result(whole(found))))
+    engines = [Engine(setup, say, began + args.seconds) for setup in setups]
+    return whole(measure(args, engines, say, lambda found: keep_result(whole(found))))
 
 
 if __name__ == "__main__":
