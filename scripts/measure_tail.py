@@ -15,6 +15,8 @@ the same sign in each round.
     python scripts/measure_tail.py --backends FLASH_ATTN QUIRE --out docs/results/tail_h200
     python scripts/measure_tail.py --layers 8 --requests 100 --rounds 2           # a first look, in minutes
     python scripts/measure_tail.py --agents 1.0                                   # turns of agents alone
+    VLLM_USE_V2_MODEL_RUNNER=0 python scripts/measure_tail.py --agents 1.0 \\
+        --backends CUSTOM CUSTOM,disable_cascade_attn=False                       # one with an argument of its own
     python scripts/measure_tail.py --drafts 3 --acceptance 0.8 0.6 0.4            # vLLM 0.26: drafts, accepted so often
     python scripts/measure_tail.py --together --profile --span 20 --seconds 400   # short traces, as many rounds as fit
     python scripts/measure_tail.py --join mixed.json agents.json --out tail_h200  # one page and its plots, of two runs
@@ -108,7 +110,7 @@ class Setup:
     """What one engine is started with."""
 
     engine: str
-    backend: str
+    backend: str  # its name, and after commas what this engine alone is started with
     model: str
     layers: int | None
     cache: float  # GB of keys and values
@@ -116,6 +118,11 @@ class Setup:
     acceptance: tuple[float, ...]
     longest: int
     options: dict[str, Any]  # further arguments of the engine
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self.backend.split(",")[0]
 
 
 class Ended(Exception):
@@ -295,7 +302,7 @@ class VLLM:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            attention_backend=setup.backend,
+            attention_backend=setup.name,
             max_model_len=setup.longest,
             max_num_batched_tokens=BUDGET,
             kv_cache_memory_bytes=int(setup.cache * 1e9),
@@ -370,7 +377,7 @@ class SGLang:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            attention_backend=setup.backend,
+            attention_backend=setup.name,
             context_length=setup.longest,
             random_seed=0,
             log_level="error",
@@ -783,7 +790,7 @@ def draw(result: dict[str, Any]) -> Any:
     names = [name for name in MEASURES if not name.endswith("50")]
     figure, axes = panels(len(names), 3.0)
     backends = backends_of(result)
-    others = [name for name in backends if name not in (*QUIRE, "quire")]
+    others = [name for name in backends if name.split(",")[0] not in (*QUIRE, "quire")]
     tints = dict(zip(others, COLOURS[1:], strict=False))
     for axis, name in zip(axes, names, strict=True):
         for backend in backends:
@@ -799,7 +806,9 @@ def draw(result: dict[str, Any]) -> Any:
                 [max(values) - m for m, (_, values) in zip(middle, of_load, strict=True)],
             ]
             style = {"color": tints.get(backend, COLOURS[0]), "marker": "o", "ms": 3.5, "lw": 2.2 if ours else 1.1}
-            label = "Quire" if ours else backend
+            label, style["ls"] = backend, "--" if "," in backend else "-"
+            if ours:
+                label = ",".join(["Quire", *backend.split(",")[1:]])
             axis.errorbar([100 * load for load, _ in of_load], middle, errors, capsize=2, **style, label=label)
         axis.set(xlabel="load, % of saturation", title=MEASURES[name])
         axis.set_ylim(bottom=0)
@@ -898,8 +907,11 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
     backends = args.backends or BACKENDS[args.engine]
     longest = PREFIX + TURN + OUTPUTS[2] + 16 + args.drafts
     options = dict(map(option, args.option))
-    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest, options)
-    setups = [Setup(args.engine, backend, *common) for backend in backends]
+    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest)
+    setups = [
+        Setup(args.engine, backend, *common, options | dict(map(option, backend.split(",")[1:])))
+        for backend in backends
+    ]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     names = (*SAME, "requests", "span", "rounds", "seed", "together", "apart")
     where = {"device": device, "torch": torch.__version__, "version": importlib.metadata.version(args.engine)}
