@@ -149,14 +149,14 @@ def test_every_backend_serves_each_trace_once_and_no_engine_sees_a_prompt_twice(
     assert {load: [len(each) for each in of.values()] for load, of in found["loads"].items()} == {
         "0.5": [2, 2], "1.0": [2, 2],
     }  # fmt: skip
-    ours, theirs = engines[1].asked, engines[0].asked[1:]  # the first one finds the saturation
+    ours, theirs = engines[1].asked, engines[0].asked[script.SATURATIONS :]  # the first one finds the saturation
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
     assert all(len({asked.seed for asked in engine.asked}) == len(engine.asked) for engine in engines)
     assert {asked.rate for asked in ours} == {4.0, math.inf}
 
 
 def test_a_backend_that_ends_early_keeps_its_results_and_the_others_go_on(script):
-    engines = [Engine(script, "FLASH_ATTN", ends_at=3), Engine(script, "CUSTOM")]
+    engines = [Engine(script, "FLASH_ATTN", ends_at=5), Engine(script, "CUSTOM")]
     found, lines = measure(script, engines)
     assert [len(of) for of in found["loads"]["0.5"].values()] == [1, 2]
     assert list(found["loads"]["1.0"]) == ["CUSTOM"] and "it ended" in lines
@@ -176,7 +176,7 @@ def test_a_trace_has_the_requests_of_its_seconds_and_time_is_kept_for_profiles(s
     (engine,) = engines = [Engine(script, "CUSTOM")]
     found, _ = measure(script, engines, span=5.0, load=[0.5], seconds=12.0, rounds=1)
     assert not found["loads"] and list(found["profiles"]) == ["CUSTOM"]
-    assert [asked.count for asked in engine.asked] == [400, 20]  # at saturation, and the profile's
+    assert [asked.count for asked in engine.asked] == [400, 400, 400, 20]  # at saturation, and the profile's
 
 
 def test_an_engine_without_an_answer_ends_with_the_time(script):
