@@ -6,9 +6,9 @@ requests are turns of agents: 8,000 tokens that all of them have in common, and 
 
 First, more requests than the first backend can serve arrive at once. The outputs that it makes in a second, while
 others still wait, are its saturation: the mean of three traces, of which one alone was 8 % off on an H200. Each load is
-a share of it, and every backend gets the same requests at the same times, in each round. At a load of 1, all arrive at once. Rounds go forwards and backwards through the backends. A table
-gives medians over rounds, and of the ratios to the first backend, each of one trace. A difference counts only if it has
-the same sign in each round.
+a share of it, and every backend gets the same requests at the same times, in each round. At a load of 1, all arrive at
+once. Rounds go forwards and backwards through the backends. A table gives medians over rounds, and of the ratios to the
+first backend, each of one trace. A difference counts only if it has the same sign in each round.
 
     python scripts/measure_tail.py --together                                     # vLLM, three backends
     python scripts/measure_tail.py --engine sglang --load 0.9                     # SGLang: fa3, triton, quire
@@ -735,12 +735,13 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         "",
         f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, "
         f"{engines}, Quire {about['commit']}, {about['date']}.",
-        "Requests arrive as a Poisson process, and outputs have a median length of "
-        f"{OUTPUTS[0]}. Turns of agents have {PREFIX:,} tokens in common and {TURN} of their own. "
+        f"Requests arrive as a Poisson process, and outputs have a median length of {OUTPUTS[0]}.",
+        f"Turns of agents have {PREFIX:,} tokens in common and {TURN} of their own. "
         f"Other prompts are log-normal, with a median of {PROMPT[0]} and at most {PROMPT[2]:,}.",
         "Loads are shares of the first backend's saturation; at 100 %, requests always wait.",
         "Each round has another trace, which all backends serve. After a comma is the median of the rounds' ratios to "
-        "the first backend; in brackets if the rounds don't agree which backend is better. CUSTOM is Quire.",
+        "the first backend;",
+        "in brackets if the rounds don't agree which backend is better. CUSTOM is Quire.",
         "[How it is measured](../../scripts/measure_tail.py).",
         "",
     ]
@@ -757,7 +758,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         lines += [
             f"## {title(asked)}",
             "",
-            f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights. "
+            f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights.",
             f"{asked['requests']:,} requests a trace{span}, {asked['agents']:.0%} of them turns of agents.{drafts} "
             f"Saturation is {rates} requests a second. Medians of {counts} round{'s' * (max(rounds) != 1)}.",
             "",
