@@ -240,6 +240,48 @@ def vllm() -> str:
     )
 
 
+TAIL_ROWS = {
+    "tokens": "output tokens per second",
+    "between_50": "between outputs, median",
+    "between_99": "between outputs, 99th percentile",
+    "first_50": "to the first output, median",
+    "first_99": "to the first output, 99th percentile",
+}
+
+
+def tail_gains() -> dict[str, dict[str, list[float]]]:
+    """Return by load and measure how many times as fast vLLM serves each trace under load as with FLASH_ATTN."""
+    loads, gains = read("tail_h200")["results"][0]["loads"], dict[str, dict[str, list[float]]]()
+    for share in sorted(loads, key=float):
+        pairs = list(zip(loads[share]["CUSTOM"], loads[share]["FLASH_ATTN"], strict=False))
+        for name in TAIL_ROWS:
+            if share != "1.0" or not name.startswith("first"):  # at saturation, requests wait as long as it lasts
+                ratios = [ours[name] / theirs[name] for ours, theirs in pairs]
+                gains.setdefault(share, {})[name] = ratios if name == "tokens" else [1 / ratio for ratio in ratios]
+    return gains
+
+
+def tail() -> str:
+    """Return what vLLM gains under load, as a table."""
+    gains, run = tail_gains(), read("tail_h200")
+    columns = ["always waiting" if share == "1.0" else f"{float(share):.0%} of saturation" for share in gains]
+    text = f"| × as fast as FLASH_ATTN | {' | '.join(columns)} |\n{'| --- ' * (len(gains) + 1)}|\n"
+    for name, words in TAIL_ROWS.items():
+        cells = []
+        for found in gains.values():
+            ratios = found.get(name, [])
+            cell = f"{statistics.median(ratios):.2f}×" if ratios else "–"
+            cells.append(cell if not ratios or min(ratios) > 1 or max(ratios) < 1 else f"({cell})")
+        text += f"| {words} | {' | '.join(cells)} |\n"
+    counts = sorted({len(found["tokens"]) for found in gains.values()})
+    of_each = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    return (
+        f"{text}\n[The tail of a loaded server](results/tail_h200.md), vLLM {run['results'][0]['version']}, "
+        f"{run['about']['date']}: medians of {of_each} traces of at most 20 seconds, "
+        "in brackets where they don't agree.\n"
+    )
+
+
 def spread(found: Iterable[float]) -> str:
     """Return the least and the largest ratio, and of how many Quire is slower."""
     ratios = list(found)
@@ -366,6 +408,7 @@ def servers() -> str:
     """Return what whole servers gain at most, as a paragraph."""
     most = max(ratio for found in vllm_gains().values() for ratio in found.values())
     step = max(sglang_gains()["step_ms"].values())
+    loaded = statistics.median(tail_gains()["1.0"]["tokens"])
     run = read("transformers_h200")["results"]
     quire, sdpa = (next(each for each in run if each["implementation"] == name) for name in ("quire", "sdpa"))
     return (
@@ -373,6 +416,8 @@ def servers() -> str:
         f"On an H200, vLLM runs [up to {most:.3f}× as fast](vllm.md#what-it-gains) as with FlashAttention 3,\n"
         f"and SGLang takes its steps [up to {step:.2f}× as fast](sglang.md#what-it-gains) "
         "as with the faster of FlashAttention 3 and Triton.\n"
+        f"Where requests always wait, vLLM makes [{loaded:.2f}× as many tokens](vllm.md#under-load) "
+        "as with FlashAttention 3.\n"
         f"Transformers' continuous batching runs "
         f"[{quire['tokens_per_second'] / sdpa['tokens_per_second']:.1f}× as fast](transformers.md#speed) "
         f"as with its own `paged|sdpa` ({quire['load']['requests']} requests, H200).\n"
@@ -413,6 +458,7 @@ HEADLINES: dict[str, Callable[[], str]] = {
     "servers": servers,
     "starts": starts,
     "vllm": vllm,
+    "tail": tail,
     "sglang": sglang,
     "vllm_in_short": vllm_in_short,
     "sglang_in_short": sglang_in_short,

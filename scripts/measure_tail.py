@@ -5,18 +5,20 @@ Requests arrive as a Poisson process. The length of a prompt and the number of o
 requests are turns of agents: 8,000 tokens that all of them have in common, and 200 of their own.
 
 First, more requests than the first backend can serve arrive at once. The outputs that it makes in a second, while
-others still wait, are its saturation. Each load is a share of it, and every backend gets the same requests at the same
-times, in each round. At a load of 1, all arrive at once. Rounds go forwards and backwards through the backends. A table
-gives medians over rounds, and of the ratios to the first backend, each of one trace. A difference counts only if it has
-the same sign in each round.
+others still wait, are its saturation: the mean of three traces, of which one alone was 8 % off on an H200. Each load is
+a share of it, and every backend gets the same requests at the same times, in each round. At a load of 1, all arrive at
+once. Rounds go forwards and backwards through the backends. A table gives medians over rounds, and of the ratios to the
+first backend, each of one trace. A difference counts only if it has the same sign in each round.
 
     python scripts/measure_tail.py --together                                     # vLLM, three backends
     python scripts/measure_tail.py --engine sglang --load 0.9                     # SGLang: fa3, triton, quire
     python scripts/measure_tail.py --backends FLASH_ATTN QUIRE --out docs/results/tail_h200
     python scripts/measure_tail.py --layers 8 --requests 100 --rounds 2           # a first look, in minutes
     python scripts/measure_tail.py --agents 1.0                                   # turns of agents alone
+    VLLM_USE_V2_MODEL_RUNNER=0 python scripts/measure_tail.py --agents 1.0 \\
+        --backends CUSTOM CUSTOM,disable_cascade_attn=False                       # one with an argument of its own
     python scripts/measure_tail.py --drafts 3 --acceptance 0.8 0.6 0.4            # vLLM 0.26: drafts, accepted so often
-    python scripts/measure_tail.py --together --profile --seconds 400             # as many rounds as fit
+    python scripts/measure_tail.py --together --profile --span 20 --seconds 400   # short traces, as many rounds as fit
     python scripts/measure_tail.py --join mixed.json agents.json --out tail_h200  # one page and its plots, of two runs
 
 What is measured, for each load:
@@ -28,7 +30,7 @@ What is measured, for each load:
 * memory: of the device, in MB, after the requests less before.
 
 When the last request has its first output, those that are left are stopped: the engine would only become empty.
-With `--profile`, each backend's kernels are listed for 40 steps of the highest load below 1, in a trace of its own.
+With `--profile`, each backend's kernels are listed at last, for 40 steps of the highest load below 1.
 
 All engines have caches of the same size, and budgets of tokens as their servers have them. With `--together`, they are
 started first, at the same time, and share the GPU; with `--apart` too, one after another, so that the seconds of their
@@ -67,6 +69,7 @@ LEAST = 5  # requests of a trace
 BUDGET = 8192  # tokens of a step, as `vllm serve` has it on large GPUs
 QUEUE, QUEUED = 4, 1000  # at saturation wait so many times the requests of a trace, but at most so many
 SATURATED = 12.0  # seconds at most of a trace at saturation; the second half of its time is measured
+SATURATIONS = 3  # traces of which the mean is the saturation
 SETTLED, PROFILED = 4.0, 40  # seconds before a profile, and its steps
 EMPTIED = 1.0  # seconds that SGLang gets to stop requests
 WARM, WARM_RATE = 16, 4.0  # requests before anything is timed, and how many of them arrive in a second
@@ -108,7 +111,7 @@ class Setup:
     """What one engine is started with."""
 
     engine: str
-    backend: str
+    backend: str  # its name, and after commas what this engine alone is started with
     model: str
     layers: int | None
     cache: float  # GB of keys and values
@@ -117,9 +120,14 @@ class Setup:
     longest: int
     options: dict[str, Any]  # further arguments of the engine
 
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self.backend.split(",")[0]
+
 
 class Ended(Exception):
-    """The process of an engine has ended early."""
+    """The process of an engine has ended early, or has no more time."""
 
 
 def log_normal(draw: random.Random, median: int, deviation: float, most: int) -> int:
@@ -295,7 +303,7 @@ class VLLM:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            attention_backend=setup.backend,
+            attention_backend=setup.name,
             max_model_len=setup.longest,
             max_num_batched_tokens=BUDGET,
             kv_cache_memory_bytes=int(setup.cache * 1e9),
@@ -370,7 +378,7 @@ class SGLang:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            attention_backend=setup.backend,
+            attention_backend=setup.name,
             context_length=setup.longest,
             random_seed=0,
             log_level="error",
@@ -460,7 +468,8 @@ def work(setup: Setup, pipe: Any) -> None:
             kernels, memory, saturated = compiled_kernels(), used_memory(), math.isinf(asked.rate)
             outputs, seconds = engine.serve(requests, SATURATED if saturated else math.inf)
             found = judged(requests, outputs, seconds, saturated)
-            pipe.send(found | {"kernels": compiled_kernels() - kernels, "memory": used_memory() - memory})
+            found |= {"count": asked.count, "kernels": compiled_kernels() - kernels}
+            pipe.send(found | {"memory": used_memory() - memory})
 
 
 def profile_of(engine: Any, requests: list[Request]) -> dict[str, Any] | None:
@@ -476,8 +485,8 @@ def profile_of(engine: Any, requests: list[Request]) -> dict[str, Any] | None:
 class Engine:
     """The process of an engine, which is started when it is first asked for something."""
 
-    def __init__(self, setup: Setup, say: Callable[[str], None]) -> None:
-        self.setup, self.say = setup, say
+    def __init__(self, setup: Setup, say: Callable[[str], None], until: float = math.inf) -> None:
+        self.setup, self.say, self.until = setup, say, until
         self.process: Any = None
         self.starts: list[float] = []
 
@@ -496,7 +505,7 @@ class Engine:
         """Wait until the process is ready.
 
         Raises:
-            Ended: the process ended.
+            Ended: the process ended, or the time did.
         """
         self.begin()
         if not self.is_ready:
@@ -508,7 +517,7 @@ class Engine:
         """Return the measures of a trace, or a profile.
 
         Raises:
-            Ended: the process ended.
+            Ended: the process ended, or the time did.
         """
         self.wait()
         with contextlib.suppress(OSError):
@@ -516,8 +525,11 @@ class Engine:
         return self.receive()
 
     def receive(self) -> Any:
-        """Return what the process sends."""
+        """Return what the process sends until the time ends."""
+        left = None if math.isinf(self.until) else max(0.0, self.until - time.perf_counter())
         try:
+            if not self.pipe.poll(left):
+                raise Ended(f"{self.setup.backend} had no answer when the time ended")
             return self.pipe.recv()
         except (EOFError, OSError):
             raise Ended(f"{self.setup.backend} ended early; its output is above") from None
@@ -542,7 +554,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the saturation, and for each load and backend the measures of each round.
 
-    A backend that ends early is left out from then on.
+    A backend that ends early is left out from then on. No trace begins that would end too late.
 
     Args:
         args: the options.
@@ -550,15 +562,20 @@ def measure(
         say: prints a line.
         keep: keeps what has been measured so far.
     """
-    began, longest, left = time.perf_counter(), 0.0, list(engines)
+    began, late, left = time.perf_counter(), 0.0, list(engines)
     found: dict[str, Any] = {"saturation": args.rate, "loads": {}, "profiles": {}, "starts": {}}
+    below = [load for load in args.load if load < 1]
+
+    def asked_at(load: float) -> tuple[int, float]:
+        if load == 1:
+            return min(QUEUE * args.requests, max(args.requests, QUEUED)), math.inf
+        rate = load * found["saturation"]
+        return int(max(LEAST, min(args.requests, (args.span or math.inf) * rate))), rate
 
     def ask(engine: Engine, load: float, part: str, profile: bool = False) -> dict[str, Any] | None:
         if engine not in left:
             return None
-        count, rate = args.requests, load * (found["saturation"] or 0.0)
-        if load == 1:
-            count, rate = min(QUEUE * count, max(count, QUEUED)), math.inf
+        count, rate = asked_at(load)
         try:
             return engine.ask(Asked(count, rate, args.agents, f"{args.seed} {part} {load}", profile))
         except Ended as error:
@@ -585,27 +602,25 @@ def measure(
         kept()
         if not found["saturation"]:
             for engine in engines:
-                if (of_first := ask(engine, 1.0, "first")) is not None:
-                    found["saturation"] = of_first["requests"]
+                firsts = [ask(engine, 1.0, f"first {i}") for i in range(SATURATIONS)]
+                if rates := [of_first["requests"] for of_first in firsts if of_first is not None]:
+                    found["saturation"] = statistics.mean(rates)
                     break
             else:
                 sys.exit("no backend could be measured; their output is above")
+        kept()
         say(f"saturation: {found['saturation']:.2f} requests a second")
-        below = [load for load in args.load if load < 1]
-        for engine in engines if args.profile and below else []:
-            if (profile := ask(engine, max(below), "profile", profile=True)) is not None:
-                found["profiles"][engine.setup.backend] = profile
-                say(f"{engine.setup.backend}: {described(profile)}")
-                kept()
         for number, i in turns(len(engines), args.rounds):
             for load in args.load:
-                at = time.perf_counter()
-                if at - began + longest > args.seconds:
-                    say(f"no time for another trace in {args.seconds:.0f} s")
-                    return found
+                at, (count, rate) = time.perf_counter(), asked_at(load)
+                expected = SATURATED if load == 1 else count / rate
+                of_profiles = 2 * SETTLED * len(left) if args.profile and below else 0.0
+                if at - began + expected + late + of_profiles > args.seconds:
+                    say(f"no time for {load:.0%}, {engines[i].setup.backend} in {args.seconds:.0f} s")
+                    continue
                 if (of_round := ask(engines[i], load, f"round {number}")) is None:
                     continue
-                longest = max(longest, time.perf_counter() - at)
+                late = max(late, time.perf_counter() - at - expected)
                 backend = engines[i].setup.backend
                 found["loads"].setdefault(str(load), {}).setdefault(backend, []).append(of_round)
                 text = ", ".join(f"{of_round[name]:.1f} {words}" for name, words in shown(load).items())
@@ -613,6 +628,13 @@ def measure(
                 kept()
             if not args.together:
                 engines[i].end()
+        for engine in engines if args.profile and below else []:
+            if (profile := ask(engine, max(below), "profile", profile=True)) is not None:
+                found["profiles"][engine.setup.backend] = profile
+                say(f"{engine.setup.backend}: {described(profile)}")
+                kept()
+            if not args.together:
+                engine.end()
     finally:
         for engine in engines:
             engine.leave()
@@ -713,12 +735,13 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         "",
         f"{first['device']}, driver {about['driver']}, torch {first['torch']}, Triton {about['triton']}, "
         f"{engines}, Quire {about['commit']}, {about['date']}.",
-        "Requests arrive as a Poisson process, and outputs have a median length of "
-        f"{OUTPUTS[0]}. Turns of agents have {PREFIX:,} tokens in common and {TURN} of their own. "
+        f"Requests arrive as a Poisson process, and outputs have a median length of {OUTPUTS[0]}.",
+        f"Turns of agents have {PREFIX:,} tokens in common and {TURN} of their own. "
         f"Other prompts are log-normal, with a median of {PROMPT[0]} and at most {PROMPT[2]:,}.",
         "Loads are shares of the first backend's saturation; at 100 %, requests always wait.",
         "Each round has another trace, which all backends serve. After a comma is the median of the rounds' ratios to "
-        "the first backend; in brackets if the rounds don't agree which backend is better. CUSTOM is Quire.",
+        "the first backend;",
+        "in brackets if the rounds don't agree which backend is better. CUSTOM is Quire.",
         "[How it is measured](../../scripts/measure_tail.py).",
         "",
     ]
@@ -726,6 +749,7 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         asked, backends = result["asked"], backends_of(result)
         layers = asked["layers"] or MODELS[asked["model"]][1][2]
         rounds = [len(each) for of_load in result["loads"].values() for each in of_load.values()] or [0]
+        span = f", but at most those of {asked['span']:.0f} s" if asked["span"] else ""
         counts = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else str(max(rounds))
         rates = " and ".join(f"{rate:.2f}" for rate in as_list(result["saturation"]))
         drafts = (
@@ -734,8 +758,8 @@ def markdown(about: dict[str, Any], results: list[dict[str, Any]], plots: list[s
         lines += [
             f"## {title(asked)}",
             "",
-            f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights. "
-            f"{asked['requests']:,} requests a trace, {asked['agents']:.0%} of them turns of agents.{drafts} "
+            f"{asked['model']}'s geometry with {layers} layers, random bfloat16 weights.",
+            f"{asked['requests']:,} requests a trace{span}, {asked['agents']:.0%} of them turns of agents.{drafts} "
             f"Saturation is {rates} requests a second. Medians of {counts} round{'s' * (max(rounds) != 1)}.",
             "",
         ]
@@ -769,7 +793,7 @@ def draw(result: dict[str, Any]) -> Any:
     names = [name for name in MEASURES if not name.endswith("50")]
     figure, axes = panels(len(names), 3.0)
     backends = backends_of(result)
-    others = [name for name in backends if name not in (*QUIRE, "quire")]
+    others = [name for name in backends if name.split(",")[0] not in (*QUIRE, "quire")]
     tints = dict(zip(others, COLOURS[1:], strict=False))
     for axis, name in zip(axes, names, strict=True):
         for backend in backends:
@@ -785,7 +809,9 @@ def draw(result: dict[str, Any]) -> Any:
                 [max(values) - m for m, (_, values) in zip(middle, of_load, strict=True)],
             ]
             style = {"color": tints.get(backend, COLOURS[0]), "marker": "o", "ms": 3.5, "lw": 2.2 if ours else 1.1}
-            label = "Quire" if ours else backend
+            label, style["ls"] = backend, "--" if "," in backend else "-"
+            if ours:
+                label = ",".join(["Quire", *backend.split(",")[1:]])
             axis.errorbar([100 * load for load, _ in of_load], middle, errors, capsize=2, **style, label=label)
         axis.set(xlabel="load, % of saturation", title=MEASURES[name])
         axis.set_ylim(bottom=0)
@@ -809,6 +835,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="the saturation in requests a second, if it is known")
     parser.add_argument("--requests", type=int, default=1000, help="of a trace; default 1000")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--span", type=float, help="seconds of a trace, which then has fewer requests")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trace that would take longer")
     parser.add_argument("--agents", type=float, default=0.3, help="share of requests that are turns of agents")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that are drafted in a step; newer vLLM alone")
@@ -883,10 +910,13 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
     backends = args.backends or BACKENDS[args.engine]
     longest = PREFIX + TURN + OUTPUTS[2] + 16 + args.drafts
     options = dict(map(option, args.option))
-    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest, options)
-    setups = [Setup(args.engine, backend, *common) for backend in backends]
+    common = (args.model, args.layers, args.cache, args.drafts, tuple(args.acceptance), longest)
+    setups = [
+        Setup(args.engine, backend, *common, options | dict(map(option, backend.split(",")[1:])))
+        for backend in backends
+    ]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    names = (*SAME, "requests", "rounds", "seed", "together", "apart")
+    names = (*SAME, "requests", "span", "rounds", "seed", "together", "apart")
     where = {"device": device, "torch": torch.__version__, "version": importlib.metadata.version(args.engine)}
     where["asked"] = {name: getattr(args, name) for name in names} | {"setups": [asdict(setup) for setup in setups]}
     alone = args.apart or not args.together  # starts at the same time can't be compared
@@ -894,7 +924,8 @@ def run(args: argparse.Namespace, keep_result: Callable[[dict[str, Any]], None])
     def whole(found: dict[str, Any]) -> dict[str, Any]:
         return where | found | {"apart": found["starts"] if alone else {}}
 
-    return whole(measure(args, [Engine(setup, say) for setup in setups], say, lambda found: keep_result(whole(found))))
+    engines = [Engine(setup, say, began + args.seconds) for setup in setups]
+    return whole(measure(args, engines, say, lambda found: keep_result(whole(found))))
 
 
 if __name__ == "__main__":

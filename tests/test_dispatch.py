@@ -29,7 +29,7 @@ from quire.kernels.portable.variants import configs_of as portable_configs
 from quire.kernels.shared_prefix.launch import levels_of
 from quire.kernels.work import lens_of, scenarios, work_of
 from quire.launch_codec import decode, decode_options
-from quire.plan import decide, decide_launch
+from quire.plan import decide, decide_launch, is_worth_sharing
 from quire.targets import TARGETS
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -119,6 +119,25 @@ def test_a_plan_says_what_it_is_predicted_to_take():
     assert equal == pytest.approx(plan.predicted_us) and shorter < equal
     with pytest.raises(ValueError, match="query_lens must have a number for each of 2 sequences, got 1"):
         plan.predict([5, 6], [1])
+
+
+SHARED = {  # samples, keys of their prompt: µs that shares it, and flat (docs/results/intervals_h200.md)
+    (64, 8192): (64.6, 322.7), (8, 2048): (23.1, 17.4), (16, 1024): (22.9, 18.5), (4, 8192): (27.9, 32.7),
+    (8, 4096): (26.5, 27.3), (16, 2048): (24.8, 28.4), (64, 512): (40.8, 41.7), (2, 32768): (52.2, 74.5),
+    (8, 8192): (31.1, 47.2), (32, 2048): (34.0, 50.7), (64, 1024): (42.3, 60.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("samples", "prompt"), SHARED)
+def test_a_prefix_is_worth_sharing_where_an_h200_took_less(samples, prompt):
+    batch = quire.Batch(*(torch.zeros(samples, *more, dtype=torch.int32) for more in ((1,), ())))
+    bounds, (once, again) = Bounds(1, prompt + 256, samples), SHARED[samples, prompt]
+    with compile_for(TARGETS["sm90"].properties, on_compile=None):
+        assert is_worth_sharing(SPEC, batch, bounds, prompt) == (once < again)
+        assert not is_worth_sharing(replace(SPEC, sliding_window=64), batch, bounds, prompt)
+        plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=prompt + 256, shared_prefix=prompt)
+        assert plan.predicted_us == pytest.approx(once, rel=0.2)
+    assert not is_worth_sharing(SPEC, batch, bounds, prompt)  # PyTorch serves the CPU
 
 
 def test_a_choice_is_of_the_least_predicted_time_where_lengths_are_known():

@@ -24,7 +24,7 @@ from quire.dispatch.device import device_properties, interprets, is_served_by_to
 from quire.dispatch.request import Bounds, Options, Request, spec_for_kernels
 from quire.errors import UnsupportedError
 from quire.kernels import ranges, scratch, times
-from quire.kernels.choose import FAMILIES, NONE_CHOSEN, choose, predicted, predicted_us, variants
+from quire.kernels.choose import FAMILIES, NONE_CHOSEN, choose, pays_to_share, predicted, predicted_us, variants
 from quire.kernels.cpu import launch as cpu
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.portable.runner import PortableRunner
@@ -315,6 +315,20 @@ def plan(
     if log.PLAN.isEnabledFor(log.DEBUG):
         log_decision(made, options)
     return made
+
+
+def is_worth_sharing(spec: AttentionSpec, batch: Batch, bounds: Bounds, num_keys: int) -> bool:
+    """Return whether a plan of a batch, whose sequences share some keys, is predicted to take less if it shares them.
+
+    It does not for PyTorch, of which nothing is predicted, and where shared prefixes are not served.
+    """
+    try:
+        levels = check_shared_prefix(num_keys, spec, batch, bounds)
+    except UnsupportedError:
+        return False
+    options = Options(None, None, False, None)
+    flat, shared_launch = (decide_launch(spec, batch, bounds, options, each)[0] for each in ((), levels))
+    return bool(levels) and pays_to_share(shared_launch, flat)
 
 
 def plan_again(batch: Batch, bounds: Bounds, asked: Asked, workspace: torch.Tensor | None = None) -> Plan:

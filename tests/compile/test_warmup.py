@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 import quire
 from quire import ops, targets
+from quire.kernels.shared_prefix.launch import spec_of_shared_keys
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
 
@@ -64,6 +65,29 @@ def test_nothing_compiles_for_outputs_in_e4m3_after_warmup(append, without_compi
     combining = {"combine_kernel", "combine_partials_kernel"}
     attending = {"schedule_kernel", "portable_kernel", "hopper_schedule_kernel", "hopper_kernel"}
     assert kernels == {"write_kernel"} | attending | combining
+
+
+def test_nothing_compiles_for_shared_prefixes_after_a_warm_up_of_both_parts_and_a_call(without_compiler):
+    """As vLLM's builder warms up. The call compiles what combines the parts, in batches of both kinds."""
+    cache = quire.PagedKVCache.empty(SPEC, 2, 16)
+    with compiling(without_compiler()):
+        for part in (spec_of_shared_keys(SPEC), SPEC):
+            quire.warmup(part, cache, **BOUNDS, return_lse=True)
+
+        def attend(num_seqs: int, queries: int, shared: int, longest: int, ragged: bool) -> None:
+            table, lens = torch.zeros(num_seqs, 125, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
+            starts = torch.arange(0, queries * num_seqs + 1, queries, dtype=torch.int32) if ragged else None
+            bounds = {"max_query_len": queries, "max_seq_len": longest}
+            plan = quire.plan(SPEC, quire.Batch(table, lens, starts), **bounds, shared_prefix=shared)
+            quire.attention(torch.empty(num_seqs * queries, 32, 128, dtype=torch.float16), cache, plan)
+
+        for ragged in (False, True):
+            attend(2, 1, 16, 32, ragged)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for step in product((2, 3), (1, 5, 130), (16, 1024), (1200, 2000), (True,)):
+                attend(*step)
+            for step in product((2, 3), (1,), (16, 1024), (1200, 2000), (False,)):
+                attend(*step)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import math
+import multiprocessing
 import statistics
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,7 +134,7 @@ class Engine:
 def measure(script, engines: list[Engine], **options):
     args = {
         "rate": None, "requests": 100, "agents": 0.3, "seed": 0, "load": [0.5, 1.0], "together": True, "apart": False,
-        "profile": True, "rounds": 2, "seconds": math.inf,
+        "profile": True, "rounds": 2, "seconds": math.inf, "span": None,
     }  # fmt: skip
     kept, lines = [], []
     found = script.measure(SimpleNamespace(**args | options), engines, lines.append, lambda f: kept.append(str(f)))
@@ -147,23 +149,46 @@ def test_every_backend_serves_each_trace_once_and_no_engine_sees_a_prompt_twice(
     assert {load: [len(each) for each in of.values()] for load, of in found["loads"].items()} == {
         "0.5": [2, 2], "1.0": [2, 2],
     }  # fmt: skip
-    ours, theirs = engines[1].asked, engines[0].asked[1:]  # the first one finds the saturation
+    ours, theirs = engines[1].asked, engines[0].asked[script.SATURATIONS :]  # the first one finds the saturation
     assert sorted(map(str, ours)) == sorted(map(str, theirs))
     assert all(len({asked.seed for asked in engine.asked}) == len(engine.asked) for engine in engines)
     assert {asked.rate for asked in ours} == {4.0, math.inf}
 
 
 def test_a_backend_that_ends_early_keeps_its_results_and_the_others_go_on(script):
-    engines = [Engine(script, "FLASH_ATTN", ends_at=4), Engine(script, "CUSTOM")]
+    engines = [Engine(script, "FLASH_ATTN", ends_at=5), Engine(script, "CUSTOM")]
     found, lines = measure(script, engines)
     assert [len(of) for of in found["loads"]["0.5"].values()] == [1, 2]
     assert list(found["loads"]["1.0"]) == ["CUSTOM"] and "it ended" in lines
 
 
-def test_no_trace_begins_for_which_there_is_no_time(script):
-    found, lines = measure(script, [Engine(script, "CUSTOM")], seconds=0.0)
-    assert not found["loads"] and "no time for another trace" in lines[-1]
+@pytest.mark.parametrize("seconds, loads", [(5.0, []), (11.0, ["0.5"]), (50.0, ["0.5", "1.0"])])
+def test_no_trace_begins_that_would_end_too_late(seconds, loads, script):
+    """At half of 8 requests a second, 40 requests take 10 s; at saturation, a trace takes 12."""
+    found, lines = measure(script, [Engine(script, "CUSTOM")], seconds=seconds, requests=40, profile=False, rounds=1)
+    assert list(found["loads"]) == loads and any("no time for 100%, CUSTOM" in line for line in lines) == (
+        len(loads) < 2
+    )
     assert found["starts"] == {"CUSTOM": [40.0]}
+
+
+def test_a_trace_has_the_requests_of_its_seconds_and_time_is_kept_for_profiles(script):
+    (engine,) = engines = [Engine(script, "CUSTOM")]
+    found, _ = measure(script, engines, span=5.0, load=[0.5], seconds=12.0, rounds=1)
+    assert not found["loads"] and list(found["profiles"]) == ["CUSTOM"]
+    assert [asked.count for asked in engine.asked] == [400, 400, 400, 20]  # at saturation, and the profile's
+
+
+def test_an_engine_without_an_answer_ends_with_the_time(script):
+    engine = script.Engine(SimpleNamespace(backend="CUSTOM"), print, until=time.perf_counter() + 0.1)
+    engine.pipe, theirs = multiprocessing.Pipe()
+    theirs.send("an answer")
+    assert engine.receive() == "an answer"
+    with pytest.raises(script.Ended, match="no answer when the time ended"):
+        engine.receive()
+    theirs.close()
+    with pytest.raises(script.Ended, match="ended early"):
+        engine.receive()
 
 
 def test_a_profile_parts_a_step_into_attention_writes_other_kernels_and_idle_time(script):
@@ -189,8 +214,8 @@ def measured(**values: list[float]) -> list[dict[str, float]]:
 def served(script, loads: dict[str, dict], **asked) -> dict:
     setups = [{"backend": "FLASH_ATTN"}, {"backend": "CUSTOM"}]
     given = {
-        "engine": "vllm", "model": "llama-3.1-8b", "layers": None, "requests": 1000, "rounds": 3, "agents": 0.3,
-        "drafts": 0, "acceptance": [], "setups": setups,
+        "engine": "vllm", "model": "llama-3.1-8b", "layers": None, "requests": 1000, "span": None, "rounds": 3,
+        "agents": 0.3, "drafts": 0, "acceptance": [], "setups": setups,
     }  # fmt: skip
     where = {"device": "a device", "torch": "2.11.0", "version": "0.26.0", "saturation": 4.0, "profiles": {}}
     return where | {"asked": given | asked, "loads": loads, "starts": {}, "apart": {}}

@@ -8,6 +8,7 @@ from CUDA graphs. On a CPU it uses the platform in `vllm_cpu/`.
 
 import copy
 import gc
+import importlib
 import inspect
 import os
 import pickle
@@ -38,6 +39,7 @@ from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadataBuilder as base_builder
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -51,6 +53,7 @@ from tests.engines import flashinfer_imports
 register()
 
 from quire.integrations.vllm import ahead
+from quire.integrations.vllm import backend as quire_backend
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
 from quire.integrations.vllm.plans import one_query_each
 
@@ -870,6 +873,44 @@ def quantised(module, query, key, value, attention_mask, scaling, **others):
     scores = query @ keys.transpose(2, 3) * scaling
     out_of_sight = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[3] - scores.shape[2] + 1)
     return (scores.masked_fill(out_of_sight, float("-inf")).softmax(-1) @ values).transpose(1, 2), None
+
+
+@pytest.mark.skipif(
+    not hasattr(base_builder, "use_cascade_attention"), reason="this vLLM asks no backend about shared prefixes"
+)
+@pytest.mark.parametrize("pays", [True, False])
+def test_requests_with_one_beginning_read_it_once_where_that_pays(pays, tmp_path, monkeypatch):
+    """vLLM asks its older model runner's backend, on GPUs alone: here the runner for CPUs asks as well."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if DEVICE == "cpu":
+        runner = importlib.import_module("vllm.v1.worker.cpu_model_runner").CPUModelRunner
+        monkeypatch.setattr(
+            runner, "cascade_attn_enabled", property(lambda self: True, lambda self, value: None), False
+        )
+        monkeypatch.setattr(runner, "num_sms", 1, False)
+        monkeypatch.setattr(contract, "asks_about_prefixes", lambda config: True)  # vLLM's platform switched it off
+    asked, shared = [], []
+    monkeypatch.setattr(quire_backend, "shares", lambda *step: asked.append(step[1:5]) or pays)
+    plan_for = QuireMetadataBuilder.plan_for
+
+    def planned(self, *args, num_shared, **bounds):
+        plan = plan_for(self, *args, num_shared=num_shared, **bounds)
+        shared.append((num_shared, plan.saved_keys))
+        return plan
+
+    monkeypatch.setattr(QuireMetadataBuilder, "plan_for", planned)
+    model = make_model("llama", tmp_path)
+    begin = prompts()[3][:48]
+    alike = [begin + p for p in prompts()]
+    room = {"max_model_len": 192, "num_gpu_blocks_override": 128}
+    llm = engine(tmp_path, enable_prefix_caching=True, disable_cascade_attn=False, **room)
+    sampling = vllm.SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    for _ in range(2):  # the second time, prompts have a past
+        results = llm.generate([{"prompt_token_ids": p} for p in alike], sampling, use_tqdm=False)
+        assert [list(r.outputs[0].token_ids) for r in results] == [greedy(model, p) for p in alike]
+    assert (len(alike), len(alike), 1, 48) in asked and any(tokens > len(alike) for _, tokens, _, _ in asked)
+    assert {num for num, _ in shared} == ({0, 48} if pays else {0})
+    assert all(saved % 48 == 0 and bool(saved) == bool(num) for num, saved in shared)
 
 
 @pytest.mark.slow

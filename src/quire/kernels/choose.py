@@ -31,6 +31,9 @@ FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen" 
 CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
 FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
+# Of plans that share prefixes, as an H200 took them (docs/results/intervals_h200.md):
+SMALL_LAUNCHES = 6.5  # µs of those that find each sequence's own keys, and of the one that combines
+FROM_CACHE = 1.7  # times as fast as from memory come keys that another sequence reads as well
 
 
 def variants(request: Request, options: Options, within: bool = False) -> tuple[dict[str, Launch], dict[str, str]]:
@@ -136,7 +139,13 @@ def least(found: Mapping[str, Launch]) -> list[Any]:
     return [found[name] for name in sorted(found, key=cost.__getitem__)]
 
 
-def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping[str, Numbers] | None = None) -> float:
+def predicted(
+    launch: Any,
+    lens: Lens,
+    name: str | None = None,
+    of_kind: Mapping[str, Numbers] | None = None,
+    bytes_again: float = 0.0,
+) -> float:
     """Return the µs that a launch is predicted to take for sequences of some lengths.
 
     Args:
@@ -144,8 +153,12 @@ def predicted(launch: Any, lens: Lens, name: str | None = None, of_kind: Mapping
         lens: queries, keys, and how many sequences have them.
         name: of the variant, where it is known.
         of_kind: the numbers of the variants of its kind of spec, where they are known.
+        bytes_again: of keys and values that sequences have in common, each time they are read but the first.
     """
-    time = micros(work_of(launch, lens), numbers_of(launch, name, of_kind))
+    work = work_of(launch, lens)
+    if bytes_again:
+        work = work._replace(nbytes=work.nbytes - bytes_again * (1 - 1 / FROM_CACHE))
+    time = micros(work, numbers_of(launch, name, of_kind))
     decode = getattr(launch, "decode", None)
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
@@ -160,10 +173,19 @@ def predicted_us(launch: Any) -> float | None:
     if launch.name == "shared_prefix":
         parts = [predicted_us(part) for part in launch.launches]
         known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+        return sum(known) + SMALL_LAUNCHES if len(known) == len(parts) else None
     if not isinstance(launch, PortableLaunch | HopperLaunch | MLAHopperLaunch):
         return None
     return predicted(launch, lens_of(launch.request))
+
+
+def pays_to_share(shared: Any, flat: Any) -> bool:
+    """Return whether a launch for shared prefixes is predicted to take less than one that reads them again."""
+    time = predicted_us(shared)
+    if time is None:
+        return False
+    again = shared.saved_keys * flat.request.spec.bytes_per_token
+    return time < predicted(flat, lens_of(flat.request), bytes_again=again)
 
 
 def is_invariant(launch: Any) -> bool:

@@ -14,9 +14,10 @@ import quire
 from quire import AttentionSpec, PagedKVCache, Plan, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.vllm import ahead, contract
-from quire.integrations.vllm.plans import Kind, Launch, Planner, bidirectional, one_query_each, unpaged
+from quire.integrations.vllm.plans import Kind, Launch, Planner, bidirectional, one_query_each, shares, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
 from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
+from quire.kernels.shared_prefix.launch import spec_of_shared_keys
 
 contract.check_version()
 
@@ -126,6 +127,7 @@ class QuireMetadata(base.AttentionMetadata):
     query_start_loc_cpu: torch.Tensor
     seq_lens_cpu_upper_bound: torch.Tensor | None
     sharded: ShardedStep | None = None  # where ranks share contexts
+    num_shared: int = 0  # first keys that all requests share and that are read once
     # By request, the first and the last positions of images. Older vLLM and models write here, by this name.
     mm_prefix_range: dict[int, list[tuple[int, int]]] | None = None
     plans: dict[Any, Any] = field(default_factory=dict)  # by the spec's id: hashing one costs 4 µs, in every layer
@@ -182,6 +184,9 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             self.supports_update_block_table = False  # a captured graph reads its own builder's lengths
             self.shares = Shares(group, [layer.impl for layer in layers], vllm_config, device)
         self.supports_draft_decode_metadata_update = self.shares is None
+        is_plain = self.shares is None and not self.has_spans
+        decodes = all(impl.attn_type == base.AttentionType.DECODER for impl in self.impls)
+        self.may_share = is_plain and decodes and contract.asks_about_prefixes(vllm_config)
         self.keep_plans(layer_names, vllm_config, device)
 
     def launches(self, spec: AttentionSpec, impl: Any, pages: PagedKVCache) -> list[Launch]:
@@ -195,7 +200,11 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             (planned, pages, {"append": writes, "out_scale": with_scale, **has})
             for with_scale in sorted(quantises)
             for planned, has in self.kinds(spec)
-        ]
+        ] + [(part, pages, {"return_lse": True}) for part in self.parts_of(spec)]
+
+    def parts_of(self, spec: AttentionSpec) -> list[AttentionSpec]:
+        """Return the specs of the parts of a layer's plans that share prefixes: for shared keys, and for others."""
+        return [spec_of_shared_keys(spec), spec] if self.may_share else []
 
     def kinds(self, spec: AttentionSpec) -> list[Kind]:
         """Return the specs of a layer's plans, and what their batches have."""
@@ -206,11 +215,34 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> QuireMetadata:
         """Return the metadata of a step that is about to be captured."""
-        self.compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache))
+        self.compile_ahead(lambda layer: layer.impl.bind(layer, layer.kv_cache), self.combine_once)
         step = self.build(0, common_attn_metadata)
         if step.sharded is not None:
             step.sharded.has_context = True  # replays may have some
         return step
+
+    def combine_once(self) -> list[str]:
+        """Attend to two keys with a shared prefix, in batches of both kinds, so that what combines is compiled."""
+        names = []
+        for spec, layer in self.layers.items() if self.may_share else ():
+            impl, pages = layer.impl, layer.impl.bind(layer, layer.kv_cache)
+            q = torch.zeros(2, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=pages.device)
+            ints: dict[str, Any] = {"dtype": torch.int32, "device": pages.device}
+            page_size, table = pages.page_size, torch.zeros(2, 2, **ints)
+            for starts in (None, torch.arange(3, **ints)):
+                batch = quire.Batch(table, torch.full((2,), page_size + 1, **ints), starts)
+                lens = {"max_query_len": 1, "max_seq_len": 2 * page_size, "workspace": self.workspace}
+                plan = quire.plan(spec, batch, **lens, shared_prefix=page_size)
+                quire.attention(q, pages, plan, sinks=impl.sinks)
+                names.append("what combines shared keys and others")
+        return names
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Any, **others: Any) -> bool:
+        """Return whether to read the keys once that all requests of a step share; vLLM then replays no whole graph."""
+        if not self.may_share or any(impl.quantises for impl in self.impls):
+            return False
+        step = len(query_lens), int(query_lens.sum()), int(query_lens.max()), int(common_prefix_len)
+        return all(shares(spec, *step, self.workspace_device) for spec in self.layers)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> QuireMetadata:
         """Return a step's metadata: vLLM's, unchanged."""
@@ -236,6 +268,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound,
             mm_prefix_range=getattr(common, "mm_req_doc_ranges", None),
             sharded=None if self.shares is None else self.shares.step(common),
+            num_shared=common_prefix_len if self.may_share and common.causal is True else 0,
         )
 
     def update_block_table(
@@ -245,6 +278,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         self.reserve_workspace()
         other = copy(metadata)  # its class may be one of vLLM's
         other.block_table, other.slot_mapping, other.builder, other.plans = blk_table, slot_mapping, self, {}
+        other.num_shared = 0  # vLLM says it of the first group alone
         return other
 
     def update_draft_decode_metadata(self, metadata: QuireMetadata) -> None:
@@ -262,9 +296,8 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
         bounds: dict[str, Any] = {"num_tokens": num_tokens, "max_query_len": step.max_query_len}
         if page_size is None:
             return self.plan_unpaged(spec, step.query_start_loc, step.seq_lens, **bounds)
-        return self.plan_for(
-            spec, step.block_table, step.seq_lens, starts, page_size=page_size, max_seq_len=step.max_seq_len, **bounds
-        )
+        bounds |= {"page_size": page_size, "max_seq_len": step.max_seq_len, "num_shared": step.num_shared}
+        return self.plan_for(spec, step.block_table, step.seq_lens, starts, **bounds)
 
     def plan_intervals(
         self, step: QuireMetadata, spec: AttentionSpec, num_tokens: int, page_size: int, clamp: bool

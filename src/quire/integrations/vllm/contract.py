@@ -231,6 +231,16 @@ def has_bidirectional_steps(vllm_config: Any) -> bool:
     return getattr(getattr(vllm_config, "speculative_config", None), "method", None) == "dflash"
 
 
+def asks_about_prefixes(vllm_config: Any) -> bool:
+    """Return whether vLLM, up to 0.28, asks the backend if a step whose requests share a prefix reads it once.
+
+    The user asks for that with `--no-disable-cascade-attn`. The newer model runner never does so.
+    """
+    builder = load("vllm.v1.attention.backend").AttentionMetadataBuilder
+    off = getattr(getattr(vllm_config, "model_config", None), "disable_cascade_attn", True)
+    return hasattr(builder, "use_cascade_attention") and not off
+
+
 def context_group(kv_cache_spec: Any) -> Any:
     """Return the group of ranks that share each context (decode context parallelism); None if each holds it whole."""
     if not getattr(kv_cache_spec, "dcp_sharded", True):

@@ -9,15 +9,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 import quire
 from quire import AttentionSpec, ChosenKeys, PagedKVCache, Plan
+from quire.dispatch.request import Bounds
 from quire.integrations.engine import LEAST_KEYS, START
 from quire.integrations.vllm import contract
+from quire.plan import is_worth_sharing
 
 envs: Any = contract.load("vllm.envs")
 ENCODER_DECODER = contract.load("vllm.v1.attention.backend").AttentionType.ENCODER_DECODER
@@ -57,6 +59,7 @@ class Planner:
         self.planned = {spec for spec, _ in kinds}  # the workspace is large enough for these
         self.bounds = bounds_of([layers[name].impl for name in names], vllm_config, max_num_tokens)
         self.batch_invariant: bool = self.bounds["batch_invariant"]
+        kinds += [(part, {}) for spec in self.layers for part in self.parts_of(spec)]
         sizes = [quire.workspace_size(spec, **self.bounds, **has, device=device) for spec, has in kinds]
         self.workspace_size, self.workspace_device = max(sizes), device
         self.workspace: torch.Tensor | None = None
@@ -67,6 +70,10 @@ class Planner:
         """Return the specs of a layer's plans, and what their batches have."""
         specs = [spec, bidirectional(spec)] if self.has_bidirectional_steps and spec.causal else [spec]
         return [(planned, {}) for planned in specs]
+
+    def parts_of(self, spec: AttentionSpec) -> list[AttentionSpec]:
+        """Return the specs of the parts of a layer's plans that share prefixes; none where no step shares one."""
+        return []
 
     def reserve_workspace(self) -> None:
         """Allocate the scratch memory, for the first step.
@@ -117,6 +124,7 @@ class Planner:
         max_seq_len: int,
         paged: bool = True,
         chosen: ChosenKeys | None = None,  # the keys that each token sees
+        num_shared: int = 0,  # first keys that all sequences share, in whole pages
     ) -> Plan:
         """Return a plan: an earlier one if bounds and memory are the same.
 
@@ -124,7 +132,8 @@ class Planner:
         does not need a new plan for every token. Where keys are not paged, the table says where those of each sequence
         begin.
         """
-        rounded = max(LEAST_KEYS, 1 << max(0, max_seq_len - 1).bit_length())
+        own = max_seq_len - num_shared
+        rounded = num_shared + max(LEAST_KEYS, 1 << max(0, own - 1).bit_length())
         rounded = min(rounded, max(max_seq_len, self.bounds["max_seq_len"]))
         max_seq_len = min(rounded, table.shape[1] * page_size)
         memory = (
@@ -134,7 +143,7 @@ class Planner:
             None if starts is None else starts.data_ptr(),
             None if chosen is None else (chosen.indices.data_ptr(), chosen.indices.shape[1:], chosen.indices.stride()),
         )
-        key = spec, num_tokens, max_query_len, max_seq_len, seq_lens.shape[0], memory
+        key = spec, num_tokens, max_query_len, max_seq_len, num_shared, seq_lens.shape[0], memory
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = quire.plan(
@@ -145,6 +154,7 @@ class Planner:
                 num_tokens=num_tokens,
                 workspace=self.workspace if spec in self.planned else None,
                 batch_invariant=self.batch_invariant,
+                shared_prefix=num_shared or None,
             )
             if len(self.plans) > MAX_PLANS:
                 self.plans.popitem(last=False)
@@ -184,6 +194,20 @@ def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
     contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
     START.debug("vLLM chose Quire for %s: %s, a cache in %s", layers, heads, dtype)
+
+
+@lru_cache(maxsize=1024)
+def shares(
+    spec: AttentionSpec, num_seqs: int, num_tokens: int, max_query_len: int, num_keys: int, device: torch.device
+) -> bool:
+    """Return whether sequences that begin with the same keys are predicted to take less if these are read once.
+
+    Their own keys count as few: a plan that shares reads these too.
+    """
+    table = torch.empty(num_seqs, 1, dtype=torch.int32, device=device)
+    starts = None if num_tokens == num_seqs else torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
+    batch, bounds = quire.Batch(table, table[:, 0], starts), Bounds(max_query_len, num_keys + max_query_len, num_tokens)
+    return is_worth_sharing(spec, batch, bounds, num_keys)
 
 
 def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:
