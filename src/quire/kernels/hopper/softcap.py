@@ -11,6 +11,7 @@ row's maximum once, after the loop over tiles. The factor `2 cap` is that of the
 A warp whose scores in a tile are all small skips the second form. That changes no bit.
 """
 
+import os
 import struct
 
 from triton.experimental import gluon
@@ -30,10 +31,13 @@ def in_ptx(number):
     return "0f" + struct.pack(">f", number).hex().upper()
 
 
-# PTX, in which X stands for a score, ROW for the first or second row of a thread, FACTOR for what makes x of the row's
-# scores, CAP for cap * log2(e), and CHAIN for one of four independent maxima: two of the first row, two of the second.
+EACH_TILE = gl.constexpr(int(os.environ.get("QV_TILE", "1")))
+GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "8")))  # scores of a thread
+
+# PTX, in which X stands for a score, B for its exponent by the polynomial, ROW for the first or second row of a thread,
+# FACTOR for what makes x of the row's scores, and CAP for cap * log2(e).
 REGISTERS = (
-    ".reg .pred small; .reg .f32 a, b, cap, twice, square, power, limit<2>, factor<2>, largest<4>; "
+    ".reg .pred small; .reg .f32 a, cap, twice, square, power, b<64>, limit<2>, factor<2>, largest<4>; "
     ".reg .f32 c0_<2>, c1_<2>, c2_<2>;"
 )
 OF_A_ROW = (
@@ -47,12 +51,12 @@ ALL_ARE_SMALL = (
     "max.f32 largest0, largest0, largest1; max.f32 largest2, largest2, largest3; setp.le.f32 small, largest0, limit0; "
     "setp.le.and.f32 small, largest2, limit1, small; vote.sync.all.pred small, small, 0xffffffff;"
 )
-POLYNOMIAL = "mul.f32 a, X, X; fma.rn.f32 b, a, c2_ROW, c1_ROW; fma.rn.f32 b, a, b, c0_ROW; mul.f32 b, X, b;"
-BY_POLYNOMIAL = f"{POLYNOMIAL} mov.f32 X, b;"
-BY_EITHER = (  # a division would care for numbers below 2^-126, and these are at least 1
-    f"{POLYNOMIAL} abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
-    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, small;"
+POLYNOMIAL = "mul.f32 a, X, X; fma.rn.f32 B, a, c2_ROW, c1_ROW; fma.rn.f32 B, a, B, c0_ROW; mul.f32 B, X, B;"
+FORMULA = (  # a division would care for numbers below 2^-126, and these are at least 1
+    "abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
+    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; @!small fma.rn.f32 B, a, twice, cap;"
 )
+KEEP = "mov.f32 X, B;"
 
 
 @gluon.constexpr_function
@@ -69,20 +73,28 @@ def for_rows(numbers, each, text):
 
 
 @gluon.constexpr_function
-def for_scores(numbers, text):
-    """Return PTX for each of a thread's scores."""
-    in_turn = [text.replace("X", f"${i}").replace("CHAIN", f"{i % 4}") for i in range(numbers)]
-    return " ".join([in_turn[i].replace("ROW", f"{i // 2 % 2}") for i in range(numbers)])
+def for_scores(numbers, text, first=0):
+    """Return PTX for so many of a thread's scores."""
+    every = range(first, first + numbers)
+    in_turn = [text.replace("CHAIN", f"{i % 4}").replace("X", f"${i}").replace("B", f"b{i}") for i in every]
+    return " ".join([text.replace("ROW", f"{i // 2 % 2}") for i, text in zip(every, in_turn, strict=True)])
 
 
 @gluon.constexpr_function
 def exponents_of(numbers, each):
     """Return PTX that replaces a thread's scores by exponents. `each` factors follow the scores, and then the cap."""
-    return (
-        f"{{ {REGISTERS} {for_rows(numbers, each, OF_A_ROW)} "
-        f"{NO_MAXIMA} {for_scores(numbers, MAXIMA)} {ALL_ARE_SMALL} @!small bra.uni EITHER; "
-        f"{for_scores(numbers, BY_POLYNOMIAL)} bra.uni DONE; EITHER: {for_scores(numbers, BY_EITHER)} DONE: }}"
-    )
+    text = f"{{ {REGISTERS} {for_rows(numbers, each, OF_A_ROW)} "
+    if EACH_TILE.value:
+        text += (
+            f"{NO_MAXIMA} {for_scores(numbers, MAXIMA)} {ALL_ARE_SMALL} @!small bra.uni EITHER; "
+            f"{for_scores(numbers, POLYNOMIAL)} {for_scores(numbers, KEEP)} bra.uni DONE; EITHER: "
+        )
+    group = min(GROUP.value, numbers)
+    for first in range(0, numbers, group):
+        text += f"{NO_MAXIMA} {for_scores(group, MAXIMA, first)} {ALL_ARE_SMALL} {for_scores(group, POLYNOMIAL, first)}"
+        text += f" @small bra.uni SMALL{first}; {for_scores(group, FORMULA, first)} SMALL{first}: "
+        text += for_scores(group, KEEP, first) + " "
+    return text + "DONE: }"
 
 
 @gluon.constexpr_function
