@@ -324,7 +324,9 @@ class Machine:
         self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(expected_bytes=int(num_bytes))
 
-    def arrive_at(self, tile: Tile, count: int = 1) -> None:
+    def arrive_at(self, tile: Tile, count: int = 1, pred: Any = True) -> None:
+        if not pred:
+            return
         self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(int(count))
         if self.random.random() < 0.5:

@@ -24,6 +24,8 @@ SMALL = 0.285  # the largest abs(x) of the polynomial
 # Of x, x^3 and x^5 in tanh(x): a minimax fit for abs(x) <= SMALL, with an error of at most 1.2e-7. A lse has room for
 # ten times that at most, so a larger SMALL needs a fourth coefficient.
 COEFFICIENTS = (0.9999970458644307, -0.33303948268577604, 0.1259831465500068)
+if os.environ.get("QV_P4"):
+    SMALL, COEFFICIENTS = 0.43, (0.99999926, -0.33327892, 0.13224981, -0.04583346)
 
 
 def in_ptx(number):
@@ -34,11 +36,11 @@ def in_ptx(number):
 EACH_TILE = gl.constexpr(int(os.environ.get("QV_TILE", "1")))
 GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "8")))  # scores of a thread
 
-# PTX, in which X stands for a score, B for its exponent by the polynomial, ROW for the first or second row of a thread,
+# PTX, in which X stands for a score, INTO for its exponent by the polynomial, ROW for the first or second row of a thread,
 # FACTOR for what makes x of the row's scores, and CAP for cap * log2(e).
 REGISTERS = (
     ".reg .pred small; .reg .f32 a, cap, twice, square, power, b<64>, limit<2>, factor<2>, largest<4>; "
-    ".reg .f32 c0_<2>, c1_<2>, c2_<2>;"
+    ".reg .f32 c0_<2>, c1_<2>, c2_<2>, c3_<2>;"
 )
 OF_A_ROW = (
     f"mov.f32 cap, CAP; mul.f32 twice, cap, {in_ptx(-2.0)}; mul.f32 factorROW, FACTOR, {in_ptx(2 * LOG2E.value)}; "
@@ -51,12 +53,17 @@ ALL_ARE_SMALL = (
     "max.f32 largest0, largest0, largest1; max.f32 largest2, largest2, largest3; setp.le.f32 small, largest0, limit0; "
     "setp.le.and.f32 small, largest2, limit1, small; vote.sync.all.pred small, small, 0xffffffff;"
 )
-POLYNOMIAL = "mul.f32 a, X, X; fma.rn.f32 B, a, c2_ROW, c1_ROW; fma.rn.f32 B, a, B, c0_ROW; mul.f32 B, X, B;"
+POLYNOMIAL = (
+    "mul.f32 a, X, X; fma.rn.f32 INTO, a, c3_ROW, c2_ROW; fma.rn.f32 INTO, a, INTO, c1_ROW; "
+    "fma.rn.f32 INTO, a, INTO, c0_ROW; mul.f32 INTO, X, INTO;"
+    if len(COEFFICIENTS) == 4 else
+    "mul.f32 a, X, X; fma.rn.f32 INTO, a, c2_ROW, c1_ROW; fma.rn.f32 INTO, a, INTO, c0_ROW; mul.f32 INTO, X, INTO;"
+)
 FORMULA = (  # a division would care for numbers below 2^-126, and these are at least 1
     "abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
-    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; @!small fma.rn.f32 B, a, twice, cap;"
+    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 INTO, INTO, a, small;"
 )
-KEEP = "mov.f32 X, B;"
+KEEP = "mov.f32 X, INTO;"
 
 
 @gluon.constexpr_function
@@ -76,7 +83,7 @@ def for_rows(numbers, each, text):
 def for_scores(numbers, text, first=0):
     """Return PTX for so many of a thread's scores."""
     every = range(first, first + numbers)
-    in_turn = [text.replace("CHAIN", f"{i % 4}").replace("X", f"${i}").replace("B", f"b{i}") for i in every]
+    in_turn = [text.replace("CHAIN", f"{i % 4}").replace("X", f"${i}").replace("INTO", f"b{i}") for i in every]
     return " ".join([text.replace("ROW", f"{i // 2 % 2}") for i, text in zip(every, in_turn, strict=True)])
 
 
