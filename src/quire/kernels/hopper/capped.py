@@ -25,6 +25,7 @@ from quire.kernels.hopper.products import wide
 from quire.kernels.hopper.softmax import apply_mask, by_row, total, with_scale
 from quire.kernels.states import log2
 
+BITS = gl.constexpr(os.environ.get('QV_BITS', '1') == '1')
 IDLE = gl.constexpr(int(os.environ.get('QV_IDLE', '1')))
 
 
@@ -32,7 +33,7 @@ IDLE = gl.constexpr(int(os.environ.get('QV_IDLE', '1')))
 def probabilities(scores, pos, products, config):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
     exponents = config.SCORE_MOD(scores, by_row(products.scale), products.scoring.softcap)
-    exponents = apply_mask(exponents, pos, products, False)
+    exponents = apply_mask(exponents, pos, products, False, BITS)
     p = ()
     for i in gl.static_range(len(exponents)):
         p = p + (gl.exp2(exponents[i]),)

@@ -155,9 +155,10 @@ def scaled(accs, factor):
 
 
 @gluon.jit
-def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr):
+def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr, BY_BITS: gl.constexpr = False):
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
 
+    BY_BITS: as in `mask_by_bits`, else as in `mask_columns`.
     IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
     registers, and computes a few more numbers. Loops that change scores have no registers for those.
     """
@@ -179,8 +180,11 @@ def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr):
             first_col, last_col = sight.first - pos, sight.last - pos
         masked = ()
         for i in gl.static_range(len(scores)):
-            before = i * scores[i].shape[1]
-            masked = masked + (mask_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
+            if BY_BITS:
+                masked = masked + (mask_by_bits(scores[i], own.cols[i], first_col, last_col),)
+            else:
+                before = i * scores[i].shape[1]
+                masked = masked + (mask_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
         scores = masked
     return scores
 
@@ -201,6 +205,30 @@ def mask_columns(scores, first, last, IN_HALVES: gl.constexpr):
         first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
         last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
         return gl.where((columns >= first) & (columns <= last), scores, float("-inf"))
+
+
+@gluon.jit
+def mask_by_bits(scores, cols, first, last):
+    """Return scores of which each row sees the columns from its `first` to its `last`; others are -inf.
+
+    A thread has two neighbours of every eight columns. It makes a word for each of its rows, in which a bit says whether
+    the row sees a column, and an instruction makes predicates of seven bits.
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    of_thread = (cols % 8 - cols % 2)[None, :]  # its first column
+    seen = lowest_bits(last + 1 - of_thread) & ~lowest_bits(first - of_thread)
+    bit = 1 << (cols // 8 * 2 + cols % 2)
+    return gl.where((seen & bit[None, :]) != 0, scores, float("-inf"))
+
+
+@gluon.jit
+def lowest_bits(columns):
+    """Return a word with a bit for each column of a thread, two of every eight, among so many columns."""
+    bits = gl.minimum(gl.maximum((columns >> 3) * 2 + gl.minimum(columns & 7, 2), 0), 32)
+    half = bits // 2  # a word is not shifted by 32 at once
+    return ((1 << half) << (bits - half)) - 1
 
 
 @gluon.jit
