@@ -67,7 +67,7 @@ def end_of_values(accs, p, v_pipe, i, condition=True):
 
 
 @gluon.jit
-def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
+def attend_rotated(products, memory, config, PACKED: gl.constexpr):
     """Return what `attend_work_tile` does, for capped scores. PACKED: as in `rounded`.
 
     A work tile of few tiles is bound by how much code it runs through. So no tile has code of its own: with the first
@@ -91,8 +91,8 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
     p = as_operands(zeros, v_pipe, accs, PACKED)
     pos = products.work.tile * BLOCK_N
     last = first + products.work.num_tiles - 1
+    previous = first
     for i in range(first, last + 1):
-        previous = gl.maximum(i - 1, first)
         scores = multiply_keys(q, k_pipe, k_pipe.wait(i), zeros, HEAD_DIM)
         accs = multiply_values(p, v_pipe, v_pipe.wait(previous), accs, HEAD_DIM_V)
         scores = after(IN_FLIGHT, scores)
@@ -107,6 +107,55 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
             accs, p = end_of_values(accs, p, v_pipe, previous, i > first)
         p = as_operands(numbers, v_pipe, accs, PACKED)
         pos -= BLOCK_N
+        previous = i
+    accs = multiply_values(p, v_pipe, v_pipe.wait(last), accs, HEAD_DIM_V)
+    l_i = gl.convert_layout(total(sums), gl.SliceLayout(1, OF_SCORES))
+    accs, p = end_of_values(accs, p, v_pipe, last)
+    return State(wide(accs, HEAD_DIM_V), gl.where(l_i == 0.0, float("-inf"), 0.0), l_i)
+
+
+@gluon.jit
+def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
+    """Return what `attend_work_tile` does, for capped scores. PACKED: as in `rounded`."""
+    BLOCK_N: gl.constexpr = config.BLOCK_N
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = config.HEAD_DIM_V
+    # A tile's softmax overlaps this warpgroup's product with the previous tile's values. Wide rows that are gathered
+    # arrive slowly, and an overlap would free values later.
+    OVERLAPS: gl.constexpr = config.KV_BOX > 0 or HEAD_DIM_V <= 192
+    OF_SCORES: gl.constexpr = products.own.OF_SCORES
+    q, num_tiles, tile_i = products.q, products.work.num_tiles, products.tile_i
+    k_pipe, v_pipe = memory.k, memory.v
+    if products.own.OWNED is not None and IDLE:  # what rows without queries hold is never large
+        products = with_scale(products, gl.where(products.own.rows < products.own.OWNED, products.scale, 0.0))
+    zeros = no_scores(products.own.cols, OF_SCORES)
+    accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
+    IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
+    pos = products.work.tile * BLOCK_N
+    scores = multiply_keys(q, k_pipe, k_pipe.wait(tile_i), zeros, HEAD_DIM)
+    scores = after(0, scores)
+    k_pipe.release(tile_i)
+    if config.EARLY and num_tiles == 1:
+        memory.q.release(products.work_i)
+    numbers = probabilities(scores, pos, products, config)
+    sums = sums_of_threads(numbers)
+    p = as_operands(numbers, v_pipe, accs, PACKED)
+    for i in range(tile_i + 1, tile_i + num_tiles):
+        pos -= BLOCK_N
+        scores = multiply_keys(q, k_pipe, k_pipe.wait(i), zeros, HEAD_DIM)
+        accs = multiply_values(p, v_pipe, v_pipe.wait(i - 1), accs, HEAD_DIM_V)
+        scores = after(IN_FLIGHT, scores)
+        k_pipe.release(i)
+        if config.EARLY and i == tile_i + num_tiles - 1:
+            memory.q.release(products.work_i)
+        if not OVERLAPS:
+            accs, p = end_of_values(accs, p, v_pipe, i - 1)
+        numbers = probabilities(scores, pos, products, config)
+        sums += sums_of_threads(numbers)
+        if OVERLAPS:
+            accs, p = end_of_values(accs, p, v_pipe, i - 1)
+        p = as_operands(numbers, v_pipe, accs, PACKED)
+    last = tile_i + num_tiles - 1
     accs = multiply_values(p, v_pipe, v_pipe.wait(last), accs, HEAD_DIM_V)
     l_i = gl.convert_layout(total(sums), gl.SliceLayout(1, OF_SCORES))
     accs, p = end_of_values(accs, p, v_pipe, last)

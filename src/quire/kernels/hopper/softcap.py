@@ -33,13 +33,13 @@ def in_ptx(number):
     return "0f" + struct.pack(">f", number).hex().upper()
 
 
-EACH_TILE = gl.constexpr(int(os.environ.get("QV_TILE", "1")))
-GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "8")))  # scores of a thread
+GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "16")))  # scores of a thread
 
-# PTX, in which X stands for a score, INTO for its exponent by the polynomial, ROW for the first or second row of a thread,
-# FACTOR for what makes x of the row's scores, and CAP for cap * log2(e).
+# PTX, in which X stands for a score, ROW for the first or second row of a thread, FACTOR for what makes x of the row's
+# scores, CAP for cap * log2(e), CHAIN for one of four independent maxima: two of the first row, two of the second, and
+# GROUP for some of the scores.
 REGISTERS = (
-    ".reg .pred small; .reg .f32 a, cap, twice, square, power, b<64>, limit<2>, factor<2>, largest<4>; "
+    ".reg .pred small, small<64>; .reg .f32 a, b, cap, twice, square, power, limit<2>, factor<2>, largest<4>; "
     ".reg .f32 c0_<2>, c1_<2>, c2_<2>, c3_<2>;"
 )
 OF_A_ROW = (
@@ -51,19 +51,19 @@ NO_MAXIMA = " ".join(f"mov.f32 largest{i}, {in_ptx(0.0)};" for i in range(4))
 MAXIMA = "abs.f32 a, X; max.f32 largestCHAIN, largestCHAIN, a;"
 ALL_ARE_SMALL = (
     "max.f32 largest0, largest0, largest1; max.f32 largest2, largest2, largest3; setp.le.f32 small, largest0, limit0; "
-    "setp.le.and.f32 small, largest2, limit1, small; vote.sync.all.pred small, small, 0xffffffff;"
+    "setp.le.and.f32 small, largest2, limit1, small;"
 )
-POLYNOMIAL = (
-    "mul.f32 a, X, X; fma.rn.f32 INTO, a, c3_ROW, c2_ROW; fma.rn.f32 INTO, a, INTO, c1_ROW; "
-    "fma.rn.f32 INTO, a, INTO, c0_ROW; mul.f32 INTO, X, INTO;"
-    if len(COEFFICIENTS) == 4 else
-    "mul.f32 a, X, X; fma.rn.f32 INTO, a, c2_ROW, c1_ROW; fma.rn.f32 INTO, a, INTO, c0_ROW; mul.f32 INTO, X, INTO;"
+POLYNOMIAL = "mul.f32 a, X, X; fma.rn.f32 b, a, c2_ROW, c1_ROW; fma.rn.f32 b, a, b, c0_ROW; mul.f32 b, X, b;"
+if len(COEFFICIENTS) == 4:
+    POLYNOMIAL = (
+        "mul.f32 a, X, X; fma.rn.f32 b, a, c3_ROW, c2_ROW; fma.rn.f32 b, a, b, c1_ROW; fma.rn.f32 b, a, b, c0_ROW; "
+        "mul.f32 b, X, b;"
+    )
+BY_POLYNOMIAL = f"{POLYNOMIAL} mov.f32 X, b;"
+BY_EITHER = (  # a division would care for numbers below 2^-126, and these are at least 1
+    f"{POLYNOMIAL} abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
+    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, small;"
 )
-FORMULA = (  # a division would care for numbers below 2^-126, and these are at least 1
-    "abs.f32 a, X; setp.le.f32 small, a, limitROW; mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; "
-    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 INTO, INTO, a, small;"
-)
-KEEP = "mov.f32 X, INTO;"
 
 
 @gluon.constexpr_function
@@ -80,28 +80,26 @@ def for_rows(numbers, each, text):
 
 
 @gluon.constexpr_function
-def for_scores(numbers, text, first=0):
-    """Return PTX for so many of a thread's scores."""
-    every = range(first, first + numbers)
-    in_turn = [text.replace("CHAIN", f"{i % 4}").replace("X", f"${i}").replace("INTO", f"b{i}") for i in every]
-    return " ".join([text.replace("ROW", f"{i // 2 % 2}") for i, text in zip(every, in_turn, strict=True)])
+def for_scores(some, text):
+    """Return PTX for some of a thread's scores."""
+    in_turn = [text.replace("X", f"${i}").replace("CHAIN", f"{i % 4}").replace("ROW", f"{i // 2 % 2}") for i in some]
+    return " ".join(in_turn)
 
 
 @gluon.constexpr_function
 def exponents_of(numbers, each):
     """Return PTX that replaces a thread's scores by exponents. `each` factors follow the scores, and then the cap."""
-    text = f"{{ {REGISTERS} {for_rows(numbers, each, OF_A_ROW)} "
-    if EACH_TILE.value:
-        text += (
-            f"{NO_MAXIMA} {for_scores(numbers, MAXIMA)} {ALL_ARE_SMALL} @!small bra.uni EITHER; "
-            f"{for_scores(numbers, POLYNOMIAL)} {for_scores(numbers, KEEP)} bra.uni DONE; EITHER: "
-        )
-    group = min(GROUP.value, numbers)
-    for first in range(0, numbers, group):
-        text += f"{NO_MAXIMA} {for_scores(group, MAXIMA, first)} {ALL_ARE_SMALL} {for_scores(group, POLYNOMIAL, first)}"
-        text += f" @small bra.uni SMALL{first}; {for_scores(group, FORMULA, first)} SMALL{first}: "
-        text += for_scores(group, KEEP, first) + " "
-    return text + "DONE: }"
+    size = min(GROUP.value, numbers)
+    groups = [range(first, first + size) for first in range(0, numbers, size)]
+    lines = [REGISTERS, for_rows(numbers, each, OF_A_ROW)]
+    for i, group in enumerate(groups):
+        lines += [NO_MAXIMA, for_scores(group, MAXIMA), ALL_ARE_SMALL, f"vote.sync.all.pred small{i}, small, 0xffffffff;"]
+    for i, group in enumerate(groups):
+        lines += [f"@!small{i} bra.uni LARGE{i};", for_scores(group, BY_POLYNOMIAL), f"NEXT{i}:"]
+    lines.append("bra.uni DONE;")
+    for i, group in enumerate(groups):  # elsewhere, since this is rare, and what a warp passes by is fetched
+        lines += [f"LARGE{i}:", for_scores(group, BY_EITHER), f"bra.uni NEXT{i};"]
+    return "{ " + " ".join([*lines, "DONE: }"])
 
 
 @gluon.constexpr_function
