@@ -102,6 +102,52 @@ def exponents_of(numbers, each):
     return "{ " + " ".join([*lines, "DONE: }"])
 
 
+SQUARES = gl.constexpr(os.environ.get("QV_SQUARES", "0") == "1")
+AHEAD = gl.constexpr(int(os.environ.get("QV_AHEAD", "1")))
+REGISTERS2 = (
+    ".reg .pred small, both, small<64>; .reg .f32 a, b, cap, twice, square, power, one, limit<2>, factor<2>, s<64>; "
+    ".reg .f32 c0_<2>, c1_<2>, c2_<2>; .reg .b32 largest<2>, most<2>, bits;"
+)
+OF_A_ROW2 = (
+    f"mov.f32 cap, CAP; mul.f32 twice, cap, {in_ptx(-2.0)}; mul.f32 factorROW, FACTOR, {in_ptx(2 * LOG2E.value)}; "
+    f"abs.f32 a, FACTOR; rcp.approx.ftz.f32 b, a; mul.f32 one, a, b; mul.f32 a, b, {in_ptx(SMALL)}; mul.f32 a, a, a; "
+    "mul.f32 limitROW, a, one; mov.b32 mostROW, limitROW; mul.f32 square, FACTOR, FACTOR; mul.f32 power, FACTOR, cap; "
+) + " ".join(f"mul.f32 c{i}_ROW, power, {in_ptx(c)}; mul.f32 power, power, square;" for i, c in enumerate(COEFFICIENTS))
+MAXIMA2 = "mul.f32 sI, X, X; mov.b32 bits, sI; max.s32 largestROW, largestROW, bits;"
+VOTE2 = "setp.le.s32 small, largest0, most0; setp.le.s32 both, largest1, most1; and.pred small, small, both; "
+POLY2 = "fma.rn.f32 b, sI, c2_ROW, c1_ROW; fma.rn.f32 b, sI, b, c0_ROW; mul.f32 X, X, b;"
+EITHER2 = (
+    "fma.rn.f32 b, sI, c2_ROW, c1_ROW; fma.rn.f32 b, sI, b, c0_ROW; mul.f32 b, X, b; setp.le.f32 small, sI, limitROW; "
+    f"mul.f32 a, X, factorROW; ex2.approx.ftz.f32 a, a; add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; "
+    "fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, small;"
+)
+
+
+@gluon.constexpr_function
+def scores2(some, text):
+    in_turn = [text.replace("X", f"${i}").replace("sI", f"s{i}").replace("ROW", f"{i // 2 % 2}") for i in some]
+    return " ".join(in_turn)
+
+
+@gluon.constexpr_function
+def exponents_by_squares(numbers, each):
+    size = min(GROUP.value, numbers)
+    groups = [range(first, first + size) for first in range(0, numbers, size)]
+    lines = [REGISTERS2, for_rows(numbers, each, OF_A_ROW2)]
+
+    for step in range(len(groups) + AHEAD.value):
+        if step < len(groups):
+            lines += ["mov.b32 largest0, 0; mov.b32 largest1, 0;", scores2(groups[step], MAXIMA2), VOTE2]
+            lines.append(f"vote.sync.all.pred small{step}, small, 0xffffffff;")
+        i = step - AHEAD.value
+        if i >= 0:
+            lines += [f"@!small{i} bra.uni LARGE{i};", scores2(groups[i], POLY2), f"NEXT{i}:"]
+    lines.append("bra.uni DONE;")
+    for i, group in enumerate(groups):
+        lines += [f"LARGE{i}:", scores2(group, EITHER2), f"bra.uni NEXT{i};"]
+    return "{ " + " ".join([*lines, "DONE: }"])
+
+
 @gluon.constexpr_function
 def constraints_of(numbers, each):
     """Return the constraints of that PTX, which changes scores in place."""
@@ -120,7 +166,7 @@ def capped_exponents(scores, scale, cap):
     EACH: gl.constexpr = min(64, scores[0].shape[1] // 2)  # of a thread, of one tensor
     NUMBERS: gl.constexpr = EACH * len(scores)
     return gl.inline_asm_elementwise(
-        exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH), scores + (scale / cap, cap * LOG2E),
+        exponents_by_squares(NUMBERS, EACH) if SQUARES else exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH), scores + (scale / cap, cap * LOG2E),
         dtype=float32_each(len(scores)), is_pure=False, pack=EACH,
     )  # fmt: skip
 
