@@ -117,9 +117,9 @@ class SmemPipeline:
             fence_async_shared()
 
     @gluon.jit
-    def release(self, i, condition=True):
+    def release(self, i):
         """Let the producer overwrite the i-th use, which this warpgroup has read. All its warps arrive together."""
-        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1, pred=condition)
+        mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
 
     @gluon.jit
     def release_unread(self, i, RELEASES: gl.constexpr):

@@ -5,8 +5,6 @@ maximum is subtracted. There is none to find, accumulators are never rescaled, a
 softmax of a tile does not need the product with the previous tile's values, and may overlap it.
 """
 
-import os
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
@@ -22,18 +20,16 @@ from quire.kernels.hopper.operands import (
     products_of,
 )
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.softmax import apply_mask, by_row, total, with_scale
+from quire.kernels.hopper.softcap import capped_exponents, limit_of_squares
+from quire.kernels.hopper.softmax import apply_mask, total
 from quire.kernels.states import log2
-
-BITS = gl.constexpr(os.environ.get('QV_BITS', '1') == '1')
-IDLE = gl.constexpr(int(os.environ.get('QV_IDLE', '1')))
 
 
 @gluon.jit
-def probabilities(scores, pos, products, config):
+def probabilities(scores, pos, products, limit):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
-    exponents = config.SCORE_MOD(scores, by_row(products.scale), products.scoring.softcap)
-    exponents = apply_mask(exponents, pos, products, False, BITS)
+    exponents = capped_exponents(scores, products.scale, products.scoring.softcap, limit)
+    exponents = apply_mask(exponents, pos, products, False, True)
     p = ()
     for i in gl.static_range(len(exponents)):
         p = p + (gl.exp2(exponents[i]),)
@@ -59,59 +55,11 @@ def sums_of_threads(p):
 
 
 @gluon.jit
-def end_of_values(accs, p, v_pipe, i, condition=True):
-    """Wait for the product of probabilities and the i-th tile of values, and release that tile if a condition holds."""
+def end_of_values(accs, p, v_pipe, i):
+    """Wait for the product of probabilities and the i-th tile of values, and release that tile."""
     done = warpgroup_mma_wait(0, deps=accs + p)
-    v_pipe.release(i, condition)
+    v_pipe.release(i)
     return done[: len(accs)], done[len(accs) :]
-
-
-@gluon.jit
-def attend_rotated(products, memory, config, PACKED: gl.constexpr):
-    """Return what `attend_work_tile` does, for capped scores. PACKED: as in `rounded`.
-
-    A work tile of few tiles is bound by how much code it runs through. So no tile has code of its own: with the first
-    tile's scores, probabilities of 0 are multiplied with its values.
-    """
-    BLOCK_N: gl.constexpr = config.BLOCK_N
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = config.HEAD_DIM_V
-    # A tile's softmax overlaps this warpgroup's product with the previous tile's values. Wide rows that are gathered
-    # arrive slowly, and an overlap would free values later.
-    OVERLAPS: gl.constexpr = config.KV_BOX > 0 or HEAD_DIM_V <= 192
-    OF_SCORES: gl.constexpr = products.own.OF_SCORES
-    q, first = products.q, products.tile_i
-    k_pipe, v_pipe = memory.k, memory.v
-    if products.own.OWNED is not None and IDLE:  # what rows without queries hold is never large
-        products = with_scale(products, gl.where(products.own.rows < products.own.OWNED, products.scale, 0.0))
-    zeros = no_scores(products.own.cols, OF_SCORES)
-    accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
-    IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
-    sums = sums_of_threads(zeros)
-    p = as_operands(zeros, v_pipe, accs, PACKED)
-    pos = products.work.tile * BLOCK_N
-    last = first + products.work.num_tiles - 1
-    previous = first
-    for i in range(first, last + 1):
-        scores = multiply_keys(q, k_pipe, k_pipe.wait(i), zeros, HEAD_DIM)
-        accs = multiply_values(p, v_pipe, v_pipe.wait(previous), accs, HEAD_DIM_V)
-        scores = after(IN_FLIGHT, scores)
-        k_pipe.release(i)
-        if config.EARLY and i == last:
-            memory.q.release(products.work_i)
-        if not OVERLAPS:
-            accs, p = end_of_values(accs, p, v_pipe, previous, i > first)
-        numbers = probabilities(scores, pos, products, config)
-        sums += sums_of_threads(numbers)
-        if OVERLAPS:
-            accs, p = end_of_values(accs, p, v_pipe, previous, i > first)
-        p = as_operands(numbers, v_pipe, accs, PACKED)
-        pos -= BLOCK_N
-        previous = i
-    accs = multiply_values(p, v_pipe, v_pipe.wait(last), accs, HEAD_DIM_V)
-    l_i = gl.convert_layout(total(sums), gl.SliceLayout(1, OF_SCORES))
-    accs, p = end_of_values(accs, p, v_pipe, last)
-    return State(wide(accs, HEAD_DIM_V), gl.where(l_i == 0.0, float("-inf"), 0.0), l_i)
 
 
 @gluon.jit
@@ -126,9 +74,9 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
     OF_SCORES: gl.constexpr = products.own.OF_SCORES
     q, num_tiles, tile_i = products.q, products.work.num_tiles, products.tile_i
     k_pipe, v_pipe = memory.k, memory.v
-    if products.own.OWNED is not None and IDLE:  # what rows without queries hold is never large
-        products = with_scale(products, gl.where(products.own.rows < products.own.OWNED, products.scale, 0.0))
-    zeros = no_scores(products.own.cols, OF_SCORES)
+    own = products.own
+    limit = limit_of_squares(products.scale, products.scoring.softcap, own.rows, own.OWNED)
+    zeros = no_scores(own.cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = products.work.tile * BLOCK_N
@@ -137,7 +85,7 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
     k_pipe.release(tile_i)
     if config.EARLY and num_tiles == 1:
         memory.q.release(products.work_i)
-    numbers = probabilities(scores, pos, products, config)
+    numbers = probabilities(scores, pos, products, limit)
     sums = sums_of_threads(numbers)
     p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + num_tiles):
@@ -150,7 +98,7 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
             memory.q.release(products.work_i)
         if not OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
-        numbers = probabilities(scores, pos, products, config)
+        numbers = probabilities(scores, pos, products, limit)
         sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)

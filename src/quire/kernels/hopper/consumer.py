@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.pipeline import pieces_of
 from quire.kernels.hopper.attend import attend_work_tile, attend_work_tile_in_fp8, attend_work_tile_in_splits
-from quire.kernels.hopper.capped import attend_capped_work_tile, attend_rotated
+from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.config import rows_of_warpgroup
 from quire.kernels.hopper.convert import quantize_queries
 from quire.kernels.hopper.operands import State, queries_of
@@ -28,9 +28,6 @@ from quire.kernels.hopper.work_tile import (
     read_work_tile,
 )
 from quire.kernels.schedule import load_intervals
-
-import os
-ROT = gl.constexpr(os.environ.get('QV_ROT', '0') == '1')
 
 
 @gluon.jit
@@ -74,10 +71,7 @@ def consume_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs
         # cut or values have 65 to 127 columns. There an instruction rounds pairs; elsewhere that is slower.
         BOTH: gl.constexpr = config.CUT_SLOTS > 0 or (config.HEAD_DIM_V > 64 and config.HEAD_DIM_V < 128)
         PACKED: gl.constexpr = config.WARPGROUPS == 2 and (BOTH or own.WG == 0) and scoring.k_scale_ptr is None
-        if ROT:
-            state = attend_rotated(products, memory, config, PACKED)
-        else:
-            state = attend_capped_work_tile(products, memory, config, PACKED)
+        state = attend_capped_work_tile(products, memory, config, PACKED)
     else:
         state = attend_work_tile(products, memory, config)
     if config.INTERVALS or outputs.out_scale_ptr is not None:  # registers are scarce in the loop
