@@ -324,9 +324,7 @@ class Machine:
         self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(expected_bytes=int(num_bytes))
 
-    def arrive_at(self, tile: Tile, count: int = 1, pred: Any = True) -> None:
-        if not pred:
-            return
+    def arrive_at(self, tile: Tile, count: int = 1) -> None:
         self.local.warps.check_loads()
         self.local.warps.program.barrier(tile).arrive(int(count))
         if self.random.random() < 0.5:

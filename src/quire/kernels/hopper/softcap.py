@@ -25,6 +25,7 @@ SMALL = gl.constexpr(0.285)  # the largest abs(x) of the polynomial
 # Of x, x^3 and x^5 in tanh(x): a minimax fit for abs(x) <= SMALL, with an error of at most 1.2e-7. A lse has room for
 # ten times that at most, so a larger SMALL needs a fourth coefficient.
 COEFFICIENTS = (0.9999970458644307, -0.33303948268577604, 0.1259831465500068)
+OF_X = gl.constexpr(COEFFICIENTS[0])
 
 
 def in_ptx(number):
@@ -34,30 +35,31 @@ def in_ptx(number):
 
 GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "32")))  # scores of a thread
 
-# PTX, in which X stands for a score, S for its square, ROW for the first or second row of a thread, FACTOR for what
+# PTX, in which X stands for a score, SQ for its square, ROW for the first or second row of a thread, FACTOR for what
 # makes x of scores, CAP for cap * log2(e), and LIMIT for the square of the largest score of the row that is small.
 # Squares are compared as integers, of which an instruction takes the maximum of three; NaN is large.
 REGISTERS = (
-    ".reg .pred low, small; .reg .f32 a, b, cap, twice, factor, square, power, c<3>, limit<2>, s<64>; "
+    ".reg .pred low, small; .reg .f32 a, b, twice, factor, square, power, c<3>, limit<2>, s<64>; "
     ".reg .b32 largest<2>, bits;"
 )
 CONSTANTS = (
-    f"mov.f32 cap, CAP; mul.f32 twice, cap, {in_ptx(-2.0)}; mul.f32 factor, FACTOR, {in_ptx(2 * LOG2E.value)}; "
-    "mul.f32 square, FACTOR, FACTOR; mul.f32 power, FACTOR, cap; "
-) + " ".join(f"mul.f32 c{i}, power, {in_ptx(c)}; mul.f32 power, power, square;" for i, c in enumerate(COEFFICIENTS)) + (
-    " mov.b32 limit0, LIMIT0; mov.b32 limit1, LIMIT1;"
+    f"mul.f32 factor, FACTOR, {in_ptx(2 * LOG2E.value)}; mul.f32 square, FACTOR, FACTOR; mul.f32 power, FACTOR, CAP; "
+    + " ".join(f"mul.f32 c{i}, power, {in_ptx(c)}; mul.f32 power, power, square;" for i, c in enumerate(COEFFICIENTS))
+    + f" mul.f32 twice, WHOLE, {in_ptx(-2.0)}; mov.b32 limit0, LIMIT0; mov.b32 limit1, LIMIT1;"
 )
 NO_SQUARES = "mov.b32 largest0, 0; mov.b32 largest1, 0;"
-SQUARE = "mul.f32 S, X, X; mov.b32 bits, S; max.s32 largestROW, largestROW, bits;"
+SQUARE = "mul.f32 SQ, X, X; mov.b32 bits, SQ; max.s32 largestROW, largestROW, bits;"
 ALL_ARE_SMALL = (
     "setp.le.s32 low, largest0, LIMIT0; setp.le.and.s32 low, largest1, LIMIT1, low; "
     "vote.sync.all.pred small, low, 0xffffffff;"
 )
-POLYNOMIAL = "fma.rn.f32 b, S, c2, c1; fma.rn.f32 b, S, b, c0; mul.f32 b, X, b;"
-BY_POLYNOMIAL = f"{POLYNOMIAL} mov.f32 X, b;"
-BY_EITHER = (  # a division would care for numbers below 2^-126, and these are at least 1
-    f"{POLYNOMIAL} setp.le.f32 low, S, limitROW; mul.f32 a, X, factor; ex2.approx.ftz.f32 a, a; "
-    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, cap; selp.f32 X, b, a, low;"
+POLYNOMIAL = "fma.rn.f32 b, SQ, c2, c1; fma.rn.f32 b, SQ, b, c0; mul.f32 X, X, b;"
+# A score that is large is replaced by one whose polynomial is what the formula says, if its square is taken for 0. A
+# division would care for numbers below 2^-126, and these are at least 1.
+FORMULA = (
+    "setp.le.f32 low, SQ, limitROW; mul.f32 a, X, factor; ex2.approx.ftz.f32 a, a; "
+    f"add.f32 a, a, {in_ptx(1.0)}; rcp.approx.ftz.f32 a, a; fma.rn.f32 a, a, twice, WHOLE; selp.f32 X, X, a, low; "
+    f"selp.f32 SQ, SQ, {in_ptx(0.0)}, low;"
 )
 
 
@@ -70,37 +72,35 @@ def is_capped(score_mod):
 @gluon.constexpr_function
 def for_scores(some, text):
     """Return PTX for some of a thread's scores. They alternate between its rows by twos."""
-    in_turn = [text.replace("X", f"${i}").replace("S,", f"s{i},").replace("S;", f"s{i};") for i in some]
-    return " ".join([line.replace("ROW", f"{i // 2 % 2}") for i, line in zip(some, in_turn, strict=True)])
+    return " ".join([text.replace("X", f"${i}").replace("SQ", f"s{i}").replace("ROW", f"{i // 2 % 2}") for i in some])
 
 
 @gluon.constexpr_function
 def with_operands(numbers, each, text):
     """Return PTX with the operands that follow a thread's scores: factors, caps and limits, `each` of each."""
-    names = {"FACTOR": 0, "CAP": each, "LIMIT0": 2 * each, "LIMIT1": 2 * each + 2}
-    for name, place in names.items():
-        text = text.replace(name, f"${numbers + place}")
-    return text
+    for i, name in enumerate(("FACTOR", "CAP", "WHOLE", "LIMIT0")):
+        text = text.replace(name, f"${2 * numbers + each * i}")
+    return text.replace("LIMIT1", f"${2 * numbers + 3 * each + 2}")
 
 
 @gluon.constexpr_function
 def exponents_of(numbers, each):
     """Return PTX that replaces a thread's scores by exponents; what follows them is in `with_operands`."""
-    lines, size = [REGISTERS, CONSTANTS], min(GROUP.value, numbers)
-    groups = [range(first, first + size) for first in range(0, numbers, size)]
+    lines, size = [REGISTERS, CONSTANTS], GROUP.value
+    groups = [range(first, min(first + size, numbers)) for first in range(0, numbers, size)]
     for i, group in enumerate(groups):
         lines += [NO_SQUARES, for_scores(group, SQUARE), ALL_ARE_SMALL, f"@!small bra.uni LARGE{i};"]
-        lines += [for_scores(group, BY_POLYNOMIAL), f"NEXT{i}:"]
+        lines += [f"SMALL{i}:", for_scores(group, POLYNOMIAL)]
     lines.append("bra.uni DONE;")
     for i, group in enumerate(groups):
-        lines += [f"LARGE{i}:", for_scores(group, BY_EITHER), f"bra.uni NEXT{i};"]
+        lines += [f"LARGE{i}:", for_scores(group, FORMULA), f"bra.uni SMALL{i};"]
     return with_operands(numbers, each, "{ " + " ".join([*lines, "DONE: }"]))
 
 
 @gluon.constexpr_function
 def constraints_of(numbers, each):
     """Return the constraints of that PTX, which changes scores in place."""
-    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * (2 * each) + ["r"] * each)
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["f"] * (3 * each) + ["r"] * each)
 
 
 @gluon.jit
@@ -116,8 +116,9 @@ def capped_exponents(scores, scale, cap, limit):
     EACH: gl.constexpr = min(64, scores[0].shape[1] // 2)  # of a thread, of one tensor
     NUMBERS: gl.constexpr = EACH * len(scores)
     return gl.inline_asm_elementwise(
-        exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH), scores + (scale / cap, cap * LOG2E, limit),
-        dtype=float32_each(len(scores)), is_pure=False, pack=EACH,
+        exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH),
+        scores + (scale / cap, cap * LOG2E, cap / (scale * OF_X), limit), dtype=float32_each(len(scores)), is_pure=False,
+        pack=EACH,
     )  # fmt: skip
 
 

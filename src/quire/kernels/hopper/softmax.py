@@ -244,7 +244,7 @@ def mask_text(numbers):
     for row in range(2):
         for i in [i for i in range(numbers) if i // 2 % 2 == row]:
             lines.append(
-                f"and.b32 bit, ${numbers + 2 * row}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.u32 sees, bit, 0; "
+                f"and.b32 bit, ${2 * (numbers + row)}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.u32 sees, bit, 0; "
                 f"selp.f32 ${i}, ${i}, 0fFF800000, sees;"
             )
     return "{ " + " ".join(lines) + " }"
