@@ -5,8 +5,6 @@ maximum is subtracted. There is none to find, accumulators are never rescaled, a
 softmax of a tile does not need the product with the previous tile's values, and may overlap it.
 """
 
-import os
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
@@ -26,14 +24,12 @@ from quire.kernels.hopper.softcap import capped_exponents, limit_of_squares
 from quire.kernels.hopper.softmax import apply_mask, total
 from quire.kernels.states import log2
 
-BITS = gl.constexpr(os.environ.get('QV_BITS', '1') == '1')
-
 
 @gluon.jit
 def probabilities(scores, pos, products, limit):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
     exponents = capped_exponents(scores, products.scale, products.scoring.softcap, limit)
-    exponents = apply_mask(exponents, pos, products, False, BITS)
+    exponents = apply_mask(exponents, pos, products, False, True)
     p = ()
     for i in gl.static_range(len(exponents)):
         p = p + (gl.exp2(exponents[i]),)

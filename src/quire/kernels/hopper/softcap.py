@@ -12,7 +12,6 @@ A warp skips the second form for a GROUP of scores that are all small. That chan
 their group is computed by code that is not in the instruction cache, so a group is as small as its branch is cheap.
 """
 
-import os
 import struct
 
 from triton.experimental import gluon
@@ -26,14 +25,13 @@ SMALL = gl.constexpr(0.285)  # the largest abs(x) of the polynomial
 # ten times that at most, so a larger SMALL needs a fourth coefficient.
 COEFFICIENTS = (0.9999970458644307, -0.33303948268577604, 0.1259831465500068)
 OF_X = gl.constexpr(COEFFICIENTS[0])
+GROUP = gl.constexpr(16)  # of a thread's scores
 
 
 def in_ptx(number):
     """Return a number as PTX writes a float32."""
     return "0f" + struct.pack(">f", number).hex().upper()
 
-
-GROUP = gl.constexpr(int(os.environ.get("QV_GROUP", "32")))  # scores of a thread
 
 # PTX, in which X stands for a score, SQ for its square, ROW for the first or second row of a thread, FACTOR for what
 # makes x of scores, CAP for cap * log2(e), and LIMIT for the square of the largest score of the row that is small.
@@ -117,8 +115,8 @@ def capped_exponents(scores, scale, cap, limit):
     NUMBERS: gl.constexpr = EACH * len(scores)
     return gl.inline_asm_elementwise(
         exponents_of(NUMBERS, EACH), constraints_of(NUMBERS, EACH),
-        scores + (scale / cap, cap * LOG2E, cap / (scale * OF_X), limit), dtype=float32_each(len(scores)), is_pure=False,
-        pack=EACH,
+        scores + (scale / cap, cap * LOG2E, cap / (scale * OF_X), limit),
+        dtype=float32_each(len(scores)), is_pure=False, pack=EACH,
     )  # fmt: skip
 
 

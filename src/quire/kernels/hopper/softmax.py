@@ -211,8 +211,8 @@ def mask_columns(scores, first, last, IN_HALVES: gl.constexpr):
 def mask_by_bits(scores, cols, first, last):
     """Return a tuple of scores of which each row sees the columns from its `first` to its `last`; others are -inf.
 
-    A thread has two neighbours of every eight columns. It makes a word for each of its rows, in which a bit says whether
-    the row sees a column, and an instruction makes predicates of seven bits.
+    A thread has two neighbours of every eight columns. It makes a word for each of its rows, in which a bit says
+    whether the row sees a column, and an instruction makes predicates of seven bits.
     """
     EACH: gl.constexpr = scores[0].shape[1] // 2  # of a thread, of one tensor
     LAYOUT: gl.constexpr = scores[0].type.layout
