@@ -130,7 +130,7 @@ def inline_asm_elementwise(
     if text == REGISTERS:
         to = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}[dtype[0]]
         meaning = partial(pairs_of_registers, to=to)
-    elif "vote.sync" in text or "shfl.sync" in text:
+    elif "setp" in text or "shfl.sync" in text:
         meaning = partial(in_warps, text=text, constraints=constraints, pack=pack, several=isinstance(dtype, tuple))
     else:
         meaning = MEANINGS[" ".join(text.split())]

@@ -56,6 +56,18 @@ def butterfly(x: Any, distance: Any, clamp: Any, lanes: Any) -> Any:
     return x[:, np.arange(LANES) ^ distance]
 
 
+def bits_of(x: Any) -> Any:
+    """A register as an integer. All NaN of a GPU have the same bits."""
+    if np.asarray(x).dtype != np.float32:
+        return x
+    return np.where(np.isnan(x), np.int32(0x7FFFFFFF), np.ascontiguousarray(x).view(np.int32))
+
+
+def float_of(x: Any) -> Any:
+    """A register as a float32."""
+    return np.ascontiguousarray(x).view(np.float32) if np.asarray(x).dtype == np.int32 else x
+
+
 def both_rounded(high: Any, low: Any, to: torch.dtype) -> Any:
     """Two numbers, rounded to 16 bits, in one register."""
     halves = (torch.from_numpy(np.ascontiguousarray(x)).to(to).view(torch.int16).numpy() for x in (low, high))
@@ -71,14 +83,18 @@ OPERATIONS: dict[str, Operation] = {
     "add.f32": np.add,
     "abs.f32": np.abs,
     "max.f32": np.fmax,  # of a number and NaN, the number
+    "max.s32": lambda a, b: np.maximum(bits_of(a), bits_of(b)),
+    "and.b32": np.bitwise_and,
     "fma.rn.f32": multiply_add,
     "rcp.approx.ftz.f32": reciprocal,
     "ex2.approx.ftz.f32": exponential,
     "selp.f32": lambda a, b, condition: np.where(condition, a, b),
     "setp.eq.f32": np.equal,
-    "setp.le.f32": np.less_equal,
+    "setp.le.f32": lambda a, b: float_of(a) <= float_of(b),
+    "setp.le.s32": lambda a, b: bits_of(a) <= bits_of(b),
+    "setp.ne.u32": np.not_equal,
     "setp.eq.and.f32": lambda a, b, condition: (a == b) & condition,
-    "setp.le.and.f32": lambda a, b, condition: (a <= b) & condition,
+    "setp.le.and.s32": lambda a, b, condition: (bits_of(a) <= bits_of(b)) & condition,
     "setp.gt.f32": np.greater,
     "setp.gt.and.f32": lambda a, b, condition: (a > b) & condition,
     "vote.sync.all.pred": vote_all,
@@ -114,11 +130,13 @@ def read(text: str) -> Text:
     Raises:
         KeyError: an instruction is none of OPERATIONS.
     """
-    found = Text([], {}, {name: int(name, 0) for name in ("0xffffffff", "0x1f", "0", "1", "2")})
+    found = Text([], {}, {name: int(name, 0) for name in ("0xffffffff", "0x1f")})
     body = re.fullmatch(r"\{(.*)\}", text.strip(), re.DOTALL)
     assert body is not None, text
     for number in NUMBER.finditer(text):
         found.numbers[number[0]] = np.uint32(int(number[1], 16)).view(np.float32)
+    for number in re.findall(r"(?<=, )\d+(?=[,;])", text):
+        found.numbers[number] = np.uint32(int(number)).view(np.int32)
     for line in re.sub(r"(\w+):", r"\1:;", body[1]).split(";"):
         line = line.strip()
         if line.endswith(":"):

@@ -20,15 +20,16 @@ from quire.kernels.hopper.operands import (
     products_of,
 )
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.softmax import apply_mask, by_row, total
+from quire.kernels.hopper.softcap import capped_exponents, limit_of_squares
+from quire.kernels.hopper.softmax import apply_mask, total
 from quire.kernels.states import log2
 
 
 @gluon.jit
-def probabilities(scores, pos, products, config):
+def probabilities(scores, pos, products, limit):
     """Return the probabilities of the tile that begins at position `pos`, relative to an exponent of 0."""
-    exponents = config.SCORE_MOD(scores, by_row(products.scale), products.scoring.softcap)
-    exponents = apply_mask(exponents, pos, products, False)
+    exponents = capped_exponents(scores, products.scale, products.scoring.softcap, limit)
+    exponents = apply_mask(exponents, pos, products, False, True)
     p = ()
     for i in gl.static_range(len(exponents)):
         p = p + (gl.exp2(exponents[i]),)
@@ -73,7 +74,9 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
     OF_SCORES: gl.constexpr = products.own.OF_SCORES
     q, num_tiles, tile_i = products.q, products.work.num_tiles, products.tile_i
     k_pipe, v_pipe = memory.k, memory.v
-    zeros = no_scores(products.own.cols, OF_SCORES)
+    own = products.own
+    limit = limit_of_squares(products.scale, products.scoring.softcap, own.rows, own.OWNED)
+    zeros = no_scores(own.cols, OF_SCORES)
     accs, _, _ = empty_state(OF_SCORES, v_pipe, HEAD_DIM_V)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = products.work.tile * BLOCK_N
@@ -82,7 +85,7 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
     k_pipe.release(tile_i)
     if config.EARLY and num_tiles == 1:
         memory.q.release(products.work_i)
-    numbers = probabilities(scores, pos, products, config)
+    numbers = probabilities(scores, pos, products, limit)
     sums = sums_of_threads(numbers)
     p = as_operands(numbers, v_pipe, accs, PACKED)
     for i in range(tile_i + 1, tile_i + num_tiles):
@@ -95,7 +98,7 @@ def attend_capped_work_tile(products, memory, config, PACKED: gl.constexpr):
             memory.q.release(products.work_i)
         if not OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)
-        numbers = probabilities(scores, pos, products, config)
+        numbers = probabilities(scores, pos, products, limit)
         sums += sums_of_threads(numbers)
         if OVERLAPS:
             accs, p = end_of_values(accs, p, v_pipe, i - 1)

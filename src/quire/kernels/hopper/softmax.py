@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
-from quire.kernels.hopper.products import halves
+from quire.kernels.hopper.products import float32_each, halves
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LOG2E, log2
 
@@ -155,9 +155,10 @@ def scaled(accs, factor):
 
 
 @gluon.jit
-def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr):
+def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr, BY_BITS: gl.constexpr = False):
     """Return the scores of the tile that begins at position `pos`, -inf where a row does not see a key.
 
+    BY_BITS: as in `mask_by_bits`, else as in `mask_columns`.
     IN_HALVES: the halves of wide tiles are compared one after the other. So a thread has half of a tile's columns in
     registers, and computes a few more numbers. Loops that change scores have no registers for those.
     """
@@ -177,11 +178,14 @@ def apply_mask(scores, pos, products, IN_HALVES: gl.constexpr):
             last_col = gl.minimum(q_pos + scoring.window_right, work.seq_len - 1) - pos
         else:
             first_col, last_col = sight.first - pos, sight.last - pos
-        masked = ()
-        for i in gl.static_range(len(scores)):
-            before = i * scores[i].shape[1]
-            masked = masked + (mask_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
-        scores = masked
+        if BY_BITS:
+            scores = mask_by_bits(scores, own.cols, first_col, last_col)
+        else:
+            masked = ()
+            for i in gl.static_range(len(scores)):
+                before = i * scores[i].shape[1]
+                masked = masked + (mask_columns(scores[i], first_col - before, last_col - before, IN_HALVES),)
+            scores = masked
     return scores
 
 
@@ -201,6 +205,55 @@ def mask_columns(scores, first, last, IN_HALVES: gl.constexpr):
         first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
         last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
         return gl.where((columns >= first) & (columns <= last), scores, float("-inf"))
+
+
+@gluon.jit
+def mask_by_bits(scores, cols, first, last):
+    """Return a tuple of scores of which each row sees the columns from its `first` to its `last`; others are -inf.
+
+    A thread has two neighbours of every eight columns. It makes a word for each of its rows, in which a bit says
+    whether the row sees a column, and an instruction makes predicates of seven bits.
+    """
+    EACH: gl.constexpr = scores[0].shape[1] // 2  # of a thread, of one tensor
+    LAYOUT: gl.constexpr = scores[0].type.layout
+    first = gl.convert_layout(first, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    last = gl.convert_layout(last, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    of_thread = (cols[0] % 8 - cols[0] % 2)[None, :]  # its first column
+    seen = lowest_bits(last + 1 - of_thread) & ~lowest_bits(first - of_thread)
+    return gl.inline_asm_elementwise(
+        mask_text(EACH * len(scores)), mask_constraints(EACH * len(scores), EACH), scores + (seen,),
+        dtype=float32_each(len(scores)), is_pure=True, pack=EACH,
+    )  # fmt: skip
+
+
+@gluon.jit
+def lowest_bits(columns):
+    """Return a word with a bit for each column of a thread, two of every eight, among so many columns."""
+    bits = gl.minimum(gl.maximum((columns >> 3) * 2 + gl.minimum(columns & 7, 2), 0), 32)
+    half = bits // 2  # a word is not shifted by 32 at once
+    return ((1 << half) << (bits - half)) - 1
+
+
+@gluon.constexpr_function
+def mask_text(numbers):
+    """Return PTX that masks a thread's scores. A word of bits for each of its rows follows them.
+
+    The rows are masked one after the other: else there is an instruction for each bit.
+    """
+    lines = [".reg .b32 bit; .reg .pred sees;"]
+    for row in range(2):
+        for i in [i for i in range(numbers) if i // 2 % 2 == row]:
+            lines.append(
+                f"and.b32 bit, ${2 * (numbers + row)}, {1 << (i // 4 * 2 + i % 2)}; setp.ne.u32 sees, bit, 0; "
+                f"selp.f32 ${i}, ${i}, 0fFF800000, sees;"
+            )
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def mask_constraints(numbers, each):
+    """Return the constraints of that PTX."""
+    return ",".join(["=f"] * numbers + [str(i) for i in range(numbers)] + ["r"] * each)
 
 
 @gluon.jit
