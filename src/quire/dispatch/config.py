@@ -145,7 +145,8 @@ class KernelConfig:
     matrix_instr_nonkdim: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_d", "block_dv"):
+        require_int("block_m", self.block_m, 8, power_of_two=True)
+        for name in ("block_n", "block_d", "block_dv"):
             require_int(name, getattr(self, name), 16, power_of_two=True)
         require_int("num_warps", self.num_warps, 1, 32, power_of_two=True)
         require_int("num_stages", self.num_stages, 1)

@@ -75,30 +75,28 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr):
-    """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N, 1]."""
+def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr = False):
+    """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N].
+
+    If TURNED, rows of panels are columns of heads.
+    """
     scaled = ()
     for i in tl.static_range(len(numbers) // 4):
-        first = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // (BLOCK_COLUMNS // 4)
-        scales = load_block_scales(ptrs, first, keep, numbers[4 * i], DIM)
+        WIDTH: tl.constexpr = panel_width(DIM, 4, T.BLOCK_M, T.MOST, i)
+        SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
+        group = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // SIZE + tl.arange(0, WIDTH // SIZE)
+        is_one = group < DIM // BLOCK_COLUMNS
+        bits = tl.load(ptrs[:, None] + group[None, :], mask=keep[:, None] & is_one[None, :], other=0)
+        scales = mods.e4m3_in_software(bits, numbers[0].dtype)
+        each = tl.broadcast_to(scales[:, :, None], [T.BLOCK_N, WIDTH // SIZE, SIZE])
+        each = tl.reshape(each, [T.BLOCK_N, WIDTH])
+        if T.IN_PTX:
+            each = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [each], dtype=tl.float16, is_pure=False, pack=2)
+        if TURNED:
+            each = tl.trans(each)
         for j in tl.static_range(4):
-            scaled = scaled + (times_scales(numbers[4 * i + j], scales),)
+            scaled = scaled + (numbers[4 * i + j] * each,)
     return scaled
-
-
-@triton.jit
-def load_block_scales(ptrs, first, keep, panel, DIM: tl.constexpr):
-    """Return the block scales of a panel's columns, which are 4 apart, [BLOCK_N, groups] from the `first` one on."""
-    group = first + tl.arange(0, panel.shape[1] // (BLOCK_COLUMNS // 4))
-    bits = tl.load(ptrs + group[None, :], mask=keep[:, None] & (group < DIM // BLOCK_COLUMNS)[None, :], other=0)
-    return mods.e4m3_in_software(bits, panel.dtype)
-
-
-@triton.jit
-def times_scales(panel, scales):
-    """Multiply each group of a panel's columns by its scale."""
-    groups = tl.reshape(panel, [panel.shape[0], scales.shape[1], panel.shape[1] // scales.shape[1]])
-    return tl.reshape(groups * scales[:, :, None], [panel.shape[0], panel.shape[1]])
 
 
 @triton.jit
@@ -134,13 +132,15 @@ def weighted_step(acc, m_i, l_i, scores, v, v_scale, exponent_scale, INPUT_PRECI
     """
     HEADROOM: tl.constexpr = 12 if v[0].dtype == tl.float16 else 0  # as in `softmax_step`
     scale, zero = scale_and_zero(v_scale)
+    scale = tl.maximum(scale, LEAST_SCALE)
+    log2_scale = scale.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0  # less by at most 0.09
     exponents = scores * exponent_scale
-    weighted = exponents + tl.log2(tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))[None, :]
-    m_new = tl.maximum(m_i, tl.max(weighted, 1) - HEADROOM)
+    m_new = tl.maximum(m_i, tl.max(exponents + log2_scale[None, :], 1) - HEADROOM)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key
-    p = tl.exp2(weighted - shift[:, None]).to(v[0].dtype)
+    p = tl.exp2(exponents - shift[:, None])
     alpha = tl.exp2(m_i - shift)
-    l_i = add_sums(l_i, alpha, tl.exp2(exponents - shift[:, None]))
+    l_i = add_sums(l_i, alpha, p)
+    p = (p * scale[None, :]).to(v[0].dtype)
     new_acc = ()
     for i in tl.static_range(len(v)):
         new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)

@@ -363,19 +363,26 @@ def attend_tile(
     ROWS: tl.constexpr = rows.owned.shape[0]
     k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH_K, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
     v = load_heads(
-        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
+        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS,
+        T.BLOCK_M < 16,
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None
     k = decode_panels(k, q[0].dtype, T.DECODE, T)
     v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T.DECODE if T.FORMAT is None else T.DECODE_V, T)
     if T.FORMAT is not None and not T.TOKEN_SCALES:
-        offs_block = (slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page)[:, None]
+        offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
         k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T)
-        v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T)
-    scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-    for i in tl.static_range(1, len(k)):
-        scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)
+        v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, T.BLOCK_M < 16)
+    if T.BLOCK_M < 16:
+        scores = tl.dot(k[0], tl.trans(q[0]), input_precision=T.INPUT_PRECISION)
+        for i in tl.static_range(1, len(k)):
+            scores = tl.dot(k[i], tl.trans(q[i]), scores, input_precision=T.INPUT_PRECISION)
+        scores = tl.trans(scores)
+    else:
+        scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
+        for i in tl.static_range(1, len(k)):
+            scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)
     if T.PACKED_FP8:
         scores = scores * q[len(k)][:, None]
     v_scale = None
@@ -497,7 +504,7 @@ def store_rows(
 @triton.jit
 def load_heads(
     ptrs, stride_vec, keep, MASKED: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
     """Load the panels of the heads that begin at `ptrs` [BLOCK_N, 1], for row blocks of ROWS rows."""
     panels = ()
@@ -506,7 +513,10 @@ def load_heads(
         if WIDE_OFFSETS:
             offs_d = offs_d.to(tl.int64)
         at = ptrs + dim_offsets(offs_d, stride_vec, VEC, BLOCK // EACH)[None, :]
-        panels = panels + (
+        if TURNED:
+            panels = panels + (tl.load(tl.trans(at), mask=keep[None, :], other=0),)
+        else:
+          panels = panels + (
             load_tile(at, keep, offs_d, MASKED, DIM // EACH, panel_is_full(DIM, EACH, ROWS, MOST, i)),
         )  # fmt: skip
     return panels

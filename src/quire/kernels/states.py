@@ -106,7 +106,7 @@ def add_sums(l_i, alpha, p):
         return l_i + (tl.sum(p, 1) if len(l_i.shape) == 1 else sums_of_columns(p, l_i.shape[1]))
     elif len(l_i.shape) == 1:
         return l_i * alpha + tl.sum(p, 1)
-    elif l_i.shape[1] == num_sums(p.shape[1]):
+    elif l_i.shape[1] == num_sums(p.shape[0], p.shape[1]):
         return l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
     else:
         return tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
@@ -125,6 +125,8 @@ def add_product(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
             return acc + product
         else:
             return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)
+    elif acc.shape[0] < 16:
+        return tl.trans(tl.dot(v, tl.trans(p), tl.trans(acc * alpha[:, None]), input_precision=INPUT_PRECISION))
     elif alpha is None:
         return tl.dot(p, v, acc, input_precision=INPUT_PRECISION)
     else:
@@ -138,13 +140,13 @@ def log2(n):
 
 
 @triton.constexpr_function
-def num_sums(columns):
+def num_sums(rows, columns):
     """Return how many sums `sums_of_columns` makes of a tile's columns.
 
     Where four warps share the columns of 16 rows, each of these sums is of numbers that one thread has. So a tile needs
     no exchange between threads for them, and only one between warps, for the maxima.
     """
-    return min(32, columns)
+    return 8 if rows < 16 else min(32, columns)
 
 
 @triton.jit

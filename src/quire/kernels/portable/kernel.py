@@ -358,7 +358,7 @@ def portable_kernel(
     )  # fmt: skip
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if PARTITIONED and (not (PACKED_FP8 or OWN_ROWS) or BLOCK_M < 16) else 1
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.

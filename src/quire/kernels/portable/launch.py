@@ -167,7 +167,7 @@ class PortableLaunch:
 
         Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
         """
-        if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
+        if self.name != "split_kv" or self.request.device.has_mfma or not (self.request.spec.kv_format or loads_pairs(self.request.spec, self.config)):
             return None
         bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
         return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))
