@@ -144,20 +144,25 @@ def int4x4_in_software(x):
 
 @triton.jit
 def e2m1x4(x):
-    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first: four bits
-    # at the top of a float16, with 0 below, give both parts by one mask, of themselves and of what is 3 bits lower.
+    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first. Two shifts
+    # and two masks move them in all four bytes at once, those of even columns or those of odd ones. A byte is the upper
+    # half of a float16.
     a: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 12; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
+        prmt.b32 $0, s, 0, 0x2404; }"""
     b: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 8; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
+        prmt.b32 $0, s, 0, 0x2404; }"""
     c: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 4; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
+        and.b32 $0, s, 0xFF00FF00; }"""
     d: tl.constexpr = """{
-        .reg .b32 w, s;
-        and.b32 w, $1, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
+        and.b32 $0, s, 0xFF00FF00; }"""
     return (
         tl.inline_asm_elementwise(a, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
         tl.inline_asm_elementwise(b, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
