@@ -84,18 +84,29 @@ def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, 
     for i in tl.static_range(len(numbers) // 4):
         WIDTH: tl.constexpr = panel_width(DIM, 4, T.BLOCK_M, T.MOST, i)
         SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
-        group = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // SIZE + tl.arange(0, WIDTH // SIZE)
-        is_one = group < DIM // BLOCK_COLUMNS
-        bits = tl.load(ptrs[:, None] + group[None, :], mask=keep[:, None] & is_one[None, :], other=0)
-        scales = mods.e4m3_in_software(bits, numbers[0].dtype)
-        each = tl.broadcast_to(scales[:, :, None], [T.BLOCK_N, WIDTH // SIZE, SIZE])
-        each = tl.reshape(each, [T.BLOCK_N, WIDTH])
-        if T.IN_PTX:
-            each = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [each], dtype=tl.float16, is_pure=False, pack=2)
+        AT_ONCE: tl.constexpr = 4 if DIM % 64 == 0 else 1
+        NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
+        group = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // SIZE // AT_ONCE + tl.arange(0, NUM)
+        is_one = group < DIM // BLOCK_COLUMNS // AT_ONCE
+        if AT_ONCE == 4:
+            ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
         if TURNED:
-            each = tl.trans(each)
+            bits = tl.load(ptrs[None, :] + group[:, None], mask=is_one[:, None] & keep[None, :], other=0)
+            bits = tl.reshape(tl.broadcast_to(bits[:, None, :], [NUM, SIZE * AT_ONCE, T.BLOCK_N]), [WIDTH, T.BLOCK_N])
+        else:
+            bits = tl.load(ptrs[:, None] + group[None, :], mask=keep[:, None] & is_one[None, :], other=0)
+            bits = tl.reshape(tl.broadcast_to(bits[:, :, None], [T.BLOCK_N, NUM, SIZE * AT_ONCE]), [T.BLOCK_N, WIDTH])
+        shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
+        shift = shift[:, None] if TURNED else shift[None, :]
+        shift = tl.broadcast_to(shift, bits.shape)
+        if T.IN_PTX:
+            asm: tl.constexpr = """{ .reg .b32 a, b; .reg .b16 h;
+                shr.u32 a, $1, $3; shr.u32 b, $2, $4; prmt.b32 a, a, b, 0x0040; cvt.u16.u32 h, a; cvt.rn.f16x2.e4m3x2 $0, h; }"""
+            scales = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [bits, shift], dtype=tl.float16, is_pure=True, pack=2)
+        else:
+            scales = mods.e4m3_in_software((bits >> shift) & 0xFF, numbers[0].dtype)
         for j in tl.static_range(4):
-            scaled = scaled + (numbers[4 * i + j] * each,)
+            scaled = scaled + (numbers[4 * i + j] * scales,)
     return scaled
 
 
