@@ -276,7 +276,10 @@ def attend_tiles(
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            if masked or F.IN_ORDER:
+            if T.BLOCK_M < 16 or T.FORMAT is not None:
+                page = pages_of_tile(keys, tile, T)
+                next_page = page
+            elif masked or F.IN_ORDER:
                 next_page = pages_of_tile(keys, next_tile, T)
             else:  # of another full tile, or of this one
                 next_page = pages_of_tile(Keys(keys.table, None, None), tl.minimum(next_tile, end - 1), T)
