@@ -118,7 +118,8 @@ class KernelConfig:
     """One configuration of the portable kernel.
 
     Attributes:
-        block_m: rows (query token, query head) of one program; a power of two from 16.
+        block_m: rows (query token, query head) of one program; a power of two from 8. Products of fewer than 16 are
+            turned (`kernels/panels.py`).
         block_n: keys of one tile; a power of two from 16, unrelated to the page size.
         num_warps: warps of one program.
         num_stages: tiles in flight, the current one included.

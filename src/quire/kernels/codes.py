@@ -8,9 +8,9 @@ into what there is one of for each row, key or panel:
   2^-24, or 2^-20 where they are the upper half of a byte. Tensor cores take subnormals. So eight numbers take a shift
   and four masks.
 * The product of queries with numbers n, which stand for (n - z) * s, is s * (q . n - z * sum(q)).
-* A probability times the scale of its value is 2 to the sum of both exponents, and the running maximum is of that sum.
-  So it is in the range of float16 whatever the scales are. The sum of probabilities times zero points is carried next
-  to the accumulators, and is subtracted at the end.
+* A probability is multiplied by the scale of its value. The running maximum is of these products, as far as the bits of
+  a scale tell its logarithm. So they are in the range of float16 whatever the scales are. The sum of products times
+  zero points is carried next to the accumulators, and is subtracted at the end.
 
 Block scales (nvfp4) do go into each number: an e2m1 number times an e4m3 scale is exact in float16.
 """
@@ -75,36 +75,33 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr = False):
+def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr):
     """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N].
 
-    If TURNED, rows of panels are columns of heads.
+    Four scales are loaded at once where heads have a multiple of four. Each thread takes those of its own numbers. If
+    TURNED, rows of panels are columns of heads.
     """
+    AT_ONCE: tl.constexpr = 4 if DIM // BLOCK_COLUMNS % 4 == 0 else 1
+    if AT_ONCE == 4:
+        ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
     scaled = ()
     for i in tl.static_range(len(numbers) // 4):
         WIDTH: tl.constexpr = panel_width(DIM, 4, T.BLOCK_M, T.MOST, i)
+        BEFORE: tl.constexpr = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0)
         SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
-        AT_ONCE: tl.constexpr = 4 if DIM % 64 == 0 else 1
         NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
-        group = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // SIZE // AT_ONCE + tl.arange(0, NUM)
-        is_one = group < DIM // BLOCK_COLUMNS // AT_ONCE
-        if AT_ONCE == 4:
-            ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
-        if TURNED:
-            bits = tl.load(ptrs[None, :] + group[:, None], mask=is_one[:, None] & keep[None, :], other=0)
-            bits = tl.reshape(tl.broadcast_to(bits[:, None, :], [NUM, SIZE * AT_ONCE, T.BLOCK_N]), [WIDTH, T.BLOCK_N])
-        else:
-            bits = tl.load(ptrs[:, None] + group[None, :], mask=keep[:, None] & is_one[None, :], other=0)
-            bits = tl.reshape(tl.broadcast_to(bits[:, :, None], [T.BLOCK_N, NUM, SIZE * AT_ONCE]), [T.BLOCK_N, WIDTH])
+        word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)
+        is_one = word < DIM // BLOCK_COLUMNS // AT_ONCE
         shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
-        shift = shift[:, None] if TURNED else shift[None, :]
-        shift = tl.broadcast_to(shift, bits.shape)
-        if T.IN_PTX:
-            asm: tl.constexpr = """{ .reg .b32 a, b; .reg .b16 h;
-                shr.u32 a, $1, $3; shr.u32 b, $2, $4; prmt.b32 a, a, b, 0x0040; cvt.u16.u32 h, a; cvt.rn.f16x2.e4m3x2 $0, h; }"""
-            scales = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [bits, shift], dtype=tl.float16, is_pure=True, pack=2)
+        if TURNED:
+            words = tl.load(ptrs[None, :] + word[:, None], mask=is_one[:, None] & keep[None, :], other=0)
+            words = tl.broadcast_to(words[:, None, :], [NUM, WIDTH // NUM, T.BLOCK_N])
+            words, shift = tl.reshape(words, [WIDTH, T.BLOCK_N]), shift[:, None]
         else:
-            scales = mods.e4m3_in_software((bits >> shift) & 0xFF, numbers[0].dtype)
+            words = tl.load(ptrs[:, None] + word[None, :], mask=keep[:, None] & is_one[None, :], other=0)
+            words = tl.broadcast_to(words[:, :, None], [T.BLOCK_N, NUM, WIDTH // NUM])
+            words, shift = tl.reshape(words, [T.BLOCK_N, WIDTH]), shift[None, :]
+        scales = T.DECODE_SCALES(words.to(tl.int32), tl.broadcast_to(shift, words.shape)).to(numbers[0].dtype)
         for j in tl.static_range(4):
             scaled = scaled + (numbers[4 * i + j] * scales,)
     return scaled
@@ -143,7 +140,7 @@ def weighted_step(acc, m_i, l_i, scores, v, v_scale, exponent_scale, INPUT_PRECI
     """
     HEADROOM: tl.constexpr = 12 if v[0].dtype == tl.float16 else 0  # as in `softmax_step`
     scale, zero = scale_and_zero(v_scale)
-    scale = tl.maximum(scale, LEAST_SCALE)
+    scale = tl.maximum(scale, LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     log2_scale = scale.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0  # less by at most 0.09
     exponents = scores * exponent_scale
     m_new = tl.maximum(m_i, tl.max(exponents + log2_scale[None, :], 1) - HEADROOM)

@@ -185,6 +185,21 @@ def e2m1(bits):
 
 
 @triton.jit
+def byte_of_words(words, shift):
+    """Return the e4m3 number in the byte of a word that begins at bit `shift`."""
+    asm: tl.constexpr = """{
+        .reg .b32 a, b; .reg .b16 both;
+        shr.u32 a, $1, $3; shr.u32 b, $2, $4; prmt.b32 a, a, b, 0x0040; cvt.u16.u32 both, a;
+        cvt.rn.f16x2.e4m3x2 $0, both; }"""
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [words, shift], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def byte_of_words_in_software(words, shift):
+    return e4m3_in_software((words >> shift) & 0xFF, tl.float16)
+
+
+@triton.jit
 def to_e4m3(x):
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
@@ -288,15 +303,16 @@ def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any]:
-    """Return the decoders of keys and of values, from 16-bit elements."""
+def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any, Any]:
+    """Return the decoders of keys and of values, from 16-bit elements, and that of block scales, or None."""
 
     def decoder_of(name: str) -> Any:
         if name == "e4m3":
             return fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2)
         return CODES_DECODERS[name][device.has_ptx]
 
-    return decoder_of(form.k.name), decoder_of(form.v.name)
+    of_scales = (byte_of_words_in_software, byte_of_words)[device.native_fp8x2] if form.has_blocks else None
+    return decoder_of(form.k.name), decoder_of(form.v.name), of_scales
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

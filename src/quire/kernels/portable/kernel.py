@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.codes import each_of, empty_sums, finish_codes
-from quire.kernels.panels import columns_of, join_pairs
+from quire.kernels.panels import columns_of, is_turned, join_pairs
 from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.primitives import (
     Inputs,
@@ -276,7 +276,7 @@ def attend_tiles(
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            if T.BLOCK_M < 16 or T.FORMAT is not None:
+            if is_turned(T.BLOCK_M):  # Triton loads it ahead of the tile: of one warp, a page that is carried is waited for
                 page = pages_of_tile(keys, tile, T)
                 next_page = page
             elif masked or F.IN_ORDER:
@@ -349,7 +349,9 @@ def portable_kernel(
     TWO_LEVEL: tl.constexpr = False,  # many partials are combined in two levels
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
-    FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
+    # Of Tiling:
+    FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,
+    DECODE_SCALES: tl.constexpr = None,
 ):  # fmt: skip
     PARTITIONED: tl.constexpr = is_found_now is not None
     EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
@@ -357,11 +359,11 @@ def portable_kernel(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
-        ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
+        ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
     )  # fmt: skip
     # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
     # rows without others.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if PARTITIONED and (not (PACKED_FP8 or OWN_ROWS) or BLOCK_M < 16) else 1
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if PARTITIONED and (is_turned(BLOCK_M) or not (PACKED_FP8 or OWN_ROWS)) else 1
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.
