@@ -209,7 +209,7 @@ CHOICES.append(numbers_of_kind)
 
 
 def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
-    """Return which numbers a spec's variants have: columns of heads, bytes or format of numbers, whose bits are fixed."""
+    """Return which numbers a spec's variants have: columns of heads, how caches store, and whose bits are fixed."""
     width = max(padded(spec.head_dim), padded(spec.head_dim_v))
     columns = "latents" if spec.latent else str(next((most for most in WIDTHS if width <= most), WIDTHS[-1]))
     stored = spec.kv_format or spec.kv_dtype.itemsize

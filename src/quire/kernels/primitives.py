@@ -365,8 +365,7 @@ def attend_tile(
     TURNED: tl.constexpr = is_turned(ROWS)
     k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH_K, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
     v = load_heads(
-        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS,
-        TURNED,
+        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS, TURNED
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None

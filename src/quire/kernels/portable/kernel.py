@@ -276,7 +276,7 @@ def attend_tiles(
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            if is_turned(T.BLOCK_M):  # Triton loads it ahead of the tile: of one warp, a page that is carried is waited for
+            if is_turned(T.BLOCK_M):  # one warp would wait for a page to carry, and Triton loads this one ahead
                 page = pages_of_tile(keys, tile, T)
                 next_page = page
             elif masked or F.IN_ORDER:
@@ -361,9 +361,10 @@ def portable_kernel(
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
         ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
     )  # fmt: skip
-    # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
-    # rows without others.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if PARTITIONED and (is_turned(BLOCK_M) or not (PACKED_FP8 or OWN_ROWS)) else 1
+    # With packed fp8, fewer programs of an SM would have registers for sums of columns, unless products are turned. A
+    # warp adds those of its own rows without others.
+    HAS_SUMS: tl.constexpr = PARTITIONED and (is_turned(BLOCK_M) or not (PACKED_FP8 or OWN_ROWS))
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if HAS_SUMS else 1
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.
