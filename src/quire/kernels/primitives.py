@@ -369,17 +369,24 @@ def attend_tile(
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None
-    k = decode_panels(k, q[0].dtype, T.DECODE, T)
+    V_DTYPE: tl.constexpr = tl.float32 if SCALE_V else q[0].dtype
+    DECODE_V: tl.constexpr = T.DECODE if T.FORMAT is None else T.DECODE_V
     HAS_BLOCKS: tl.constexpr = T.DECODE_SCALES is not None
+    k = decode_panels(k, q[0].dtype, T.DECODE, T)
     if HAS_BLOCKS:
         offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
         k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T, False)
+    if not TURNED:
+        v = decode_panels(v, V_DTYPE, DECODE_V, T)
+        if HAS_BLOCKS:
+            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, False)
     scores = None  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(len(k)):
         scores = multiply(q[i], k[i] if TURNED else tl.trans(k[i]), scores, TURNED, T.INPUT_PRECISION)
-    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T.DECODE if T.FORMAT is None else T.DECODE_V, T)
-    if HAS_BLOCKS:  # after the product with keys, so that both have the same shared memory
-        v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, TURNED)
+    if TURNED:  # after that product, both pass through the same shared memory, where wgmma might still read keys
+        v = decode_panels(v, V_DTYPE, DECODE_V, T)
+        if HAS_BLOCKS:
+            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, True)
     if T.PACKED_FP8:
         scores = scores * q[len(k)][:, None]
     v_scale = None

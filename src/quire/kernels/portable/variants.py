@@ -41,10 +41,11 @@ CONFIGS: dict[int, dict[int, str]] = {
     },
 }
 # Below eight bits, instructions are the limit, and sequences of up to 8 rows have turned products (`panels.is_turned`).
+# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own.
 TURNED = {
     64: "8x32 w1 s3 p16 wcj/wj, 8x64 w1 s3 p12 wcj/wj",
-    128: "8x32 w1 s3 p12 wcj/wj, 8x32 w1 s5 p10 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
-    256: "8x16 w1 s3 p10 wcj/wj, 8x32 w1 s3 p8 wcj/wj",
+    128: "8x32 w1 s3 p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
+    256: "8x32 w1 s3 p8 wcj/wj",
 }
 
 
