@@ -63,6 +63,13 @@ def parts_of(kv_format: str) -> dict:
             ValueError,
             "v_block_scale must be .num_pages, page_size, num_kv_heads, head_dim / 16. = .4, 8, 2, 2.",
         ),
+        (
+            "nvfp4",
+            {"k": torch.zeros(4, 8, 2, 32, dtype=torch.uint8), "v": torch.zeros(4, 8, 2, 32, dtype=torch.uint8)}
+            | {"k_block_scale": torch.ones(4, 8, 2, 5).to(torch.float8_e4m3fn)[..., :4]},
+            ValueError,
+            "k_block_scale must have strides that 4 divides, from a multiple of 4 bytes, got .80, 10, 5, 1. from 0",
+        ),
         ("nvfp4", {"v_block_scale": torch.ones(4, 8, 2, 2)}, ValueError, "v_block_scale must be float8_e4m3fn"),
         (
             "nvfp4",

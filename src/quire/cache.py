@@ -330,12 +330,14 @@ class PagedKVCache:
                 torch.empty(num_pages, *middle, codes.data_bytes(width), dtype=dtype, device=device)
                 for codes, width in ((form.k, dim), (form.v, dim_v))
             )
-            per_token = num_pages, page_size, heads
+            # The scales of a head's tokens are neighbours: a program reads those of one head.
+            per_token = num_pages, heads, page_size
             if not form.has_blocks:
                 scales = (torch.empty(per_token, dtype=torch.float32, device=device) for _ in range(2))
-                return cls(k, v, layout, *scales, kv_format=spec.kv_format)
+                return cls(k, v, layout, *(scale.transpose(1, 2) for scale in scales), kv_format=spec.kv_format)
             k_blocks, v_blocks = (
-                torch.empty(*per_token, dim // form.k.group, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)
+                torch.empty(*per_token, dim // form.k.group, dtype=torch.float8_e4m3fn, device=device).transpose(1, 2)
+                for _ in range(2)
             )
             blocks = {"k_block_scale": k_blocks, "v_block_scale": v_blocks}
             return cls(k, v, layout, 1.0, 1.0, kv_format=spec.kv_format, **blocks)

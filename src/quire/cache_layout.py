@@ -184,6 +184,11 @@ def check_block_scale(name: str, scale: Any, shape: tuple[int, ...], device: tor
             f"{name} must be [num_pages, page_size, num_kv_heads, head_dim / 16] = {list(shape)} with a contiguous "
             f"last dimension, got {list(scale.shape)} with strides {scale.stride()}; {advice}"
         )
+    if shape[3] % 4 == 0 and any(number % 4 for number in (scale.storage_offset(), *scale.stride()[:3])):
+        raise ValueError(
+            f"{name} must have strides that 4 divides, from a multiple of 4 bytes, got {scale.stride()} from "
+            f"{scale.storage_offset()}; four scales are read at a time"
+        )
     if scale.dtype is not torch.float8_e4m3fn or scale.device != device:
         raise ValueError(f"{name} must be float8_e4m3fn on {device}, got {describe(scale)}; convert it")
     return scale

@@ -7,6 +7,7 @@ import torch
 
 import quire
 from quire import reference
+from quire.dispatch.config import KernelConfig
 from quire.kernels.cpu import formats as in_torch
 from quire.testing import error_budget, make_problem, unwritten, with_tensors
 
@@ -27,6 +28,21 @@ FEATURES = {
 def test_attention_is_that_of_the_numbers(kv_format, layout, dtype, num_splits, solve, assert_within_budget):
     spec = quire.AttentionSpec(**HEADS, kv_format=kv_format, dtype=dtype)
     assert_within_budget(*solve(spec, MIXED, num_splits, page_size=5, layout=layout))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("kv_format", [*FORMATS, "e4m3", "int8", None])
+def test_fewer_rows_than_a_product_has(kv_format, num_splits, device, assert_within_budget):
+    of_dtype = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+    cache = {"kv_format": kv_format} if kv_format in FORMATS else {"kv_dtype": of_dtype.get(kv_format)}
+    for features in ({}, FEATURES["everything"]):
+        spec = quire.AttentionSpec(**HEADS | {"head_dim": 64} | features, dtype=torch.float16, **cache)
+        scales = "token" if kv_format == "int8" else "head"
+        p = make_problem(spec, ((2, 90), (1, 33), (0, 9), (1, 0), (2, 70)), scales=scales, device=device)
+        config = KernelConfig(8, 32, 1, 3, False, 8, block_d=64, block_dv=64)
+        plan = quire.plan(spec, p.batch, **p.bounds, num_splits=num_splits, config=config)
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -103,7 +103,7 @@ IN_INTERPRETER = {
     ),
     "values not masked": Mutant(
         "kernels/primitives.py",
-        "tl.load(ptrs, mask=keep[:, None], other=0.0)",
+        "tl.load(ptrs, mask=rows, other=0.0)",
         "tl.load(ptrs)",
         ATTENTION + "features[causal-1]",
     ),
@@ -112,8 +112,8 @@ IN_INTERPRETER = {
     ),
     "rescale dropped, 16 bits": Mutant(
         "kernels/states.py",
-        "v, acc * alpha[:, None], input",
-        "v, acc, input",
+        "v, acc * alpha[:, None], TURNED",
+        "v, acc, TURNED",
         ATTENTION + "full_tiles_in_a_loop_without_masks[causal-dtype1]",
     ),
     "zero points of keys left out": Mutant(
@@ -130,13 +130,25 @@ IN_INTERPRETER = {
     ),
     "block scales of the first panel's half for all": Mutant(
         "kernels/codes.py",
-        "tl.load(ptrs + group[None, :]",
-        "tl.load(ptrs + 0 * group[None, :]",
+        "tl.load(ptrs[:, None] + word[None, :]",
+        "tl.load(ptrs[:, None] + 0 * word[None, :]",
         BITS + "attention_is_that_of_the_numbers[nvfp4-NHD-dtype0-1]",
+    ),
+    "the first of four block scales for all": Mutant(
+        "kernels/codes.py",
+        "// SIZE % AT_ONCE * 8",
+        "// SIZE % AT_ONCE * 0",
+        BITS + "fewer_rows_than_a_product_has[nvfp4-3]",
+    ),
+    "values of fewer rows not masked": Mutant(
+        "kernels/primitives.py",
+        "load_tile(tl.trans(at), rows, columns, not FULL, MASKED)",
+        "load_tile(tl.trans(at), rows, columns, not FULL, False)",
+        BITS + "fewer_rows_than_a_product_has[int4-3]",
     ),
     "probabilities times scales beyond float16": Mutant(
         "kernels/codes.py",
-        "tl.max(weighted, 1) - HEADROOM)",
+        "tl.max(exponents + log2_scale[None, :], 1) - HEADROOM)",
         "tl.max(exponents, 1) - HEADROOM)",
         BITS + "scales_of_values_may_differ_by_any_factor[int4-dtype1]",
     ),

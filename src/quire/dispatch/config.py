@@ -118,7 +118,8 @@ class KernelConfig:
     """One configuration of the portable kernel.
 
     Attributes:
-        block_m: rows (query token, query head) of one program; a power of two from 16.
+        block_m: rows (query token, query head) of one program; a power of two from 8. Products of fewer than 16 are
+            turned (`kernels/panels.py`).
         block_n: keys of one tile; a power of two from 16, unrelated to the page size.
         num_warps: warps of one program.
         num_stages: tiles in flight, the current one included.
@@ -145,7 +146,8 @@ class KernelConfig:
     matrix_instr_nonkdim: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_d", "block_dv"):
+        require_int("block_m", self.block_m, 8, power_of_two=True)
+        for name in ("block_n", "block_d", "block_dv"):
             require_int(name, getattr(self, name), 16, power_of_two=True)
         require_int("num_warps", self.num_warps, 1, 32, power_of_two=True)
         require_int("num_stages", self.num_stages, 1)

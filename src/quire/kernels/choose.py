@@ -230,10 +230,11 @@ CHOICES.append(numbers_of_kind)
 
 
 def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
-    """Return which numbers a spec's variants have: the columns of heads, bytes of numbers, and whose bits are fixed."""
+    """Return which numbers a spec's variants have: columns of heads, how caches store, and whose bits are fixed."""
     width = max(padded(spec.head_dim), padded(spec.head_dim_v))
     columns = "latents" if spec.latent else str(next((most for most in WIDTHS if width <= most), WIDTHS[-1]))
-    return f"{columns} {spec.dtype.itemsize}/{spec.kv_dtype.itemsize}{' invariant' * batch_invariant}"
+    stored = spec.kv_format or spec.kv_dtype.itemsize
+    return f"{columns} {spec.dtype.itemsize}/{stored}{' invariant' * batch_invariant}"
 
 
 def family_of(name: str) -> str:

@@ -8,9 +8,9 @@ into what there is one of for each row, key or panel:
   2^-24, or 2^-20 where they are the upper half of a byte. Tensor cores take subnormals. So eight numbers take a shift
   and four masks.
 * The product of queries with numbers n, which stand for (n - z) * s, is s * (q . n - z * sum(q)).
-* A probability times the scale of its value is 2 to the sum of both exponents, and the running maximum is of that sum.
-  So it is in the range of float16 whatever the scales are. The sum of probabilities times zero points is carried next
-  to the accumulators, and is subtracted at the end.
+* A probability is multiplied by the scale of its value. The running maximum is of these products, as far as the bits of
+  a scale tell its logarithm. So they are in the range of float16 whatever the scales are. The sum of products times
+  zero points is carried next to the accumulators, and is subtracted at the end.
 
 Block scales (nvfp4) do go into each number: an e2m1 number times an e4m3 scale is exact in float16.
 """
@@ -75,30 +75,36 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr):
-    """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N, 1]."""
+def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr):
+    """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N].
+
+    Four scales are loaded at once where heads have a multiple of four. Each thread takes those of its own numbers. If
+    TURNED, rows of panels are columns of heads.
+    """
+    AT_ONCE: tl.constexpr = 4 if DIM // BLOCK_COLUMNS % 4 == 0 else 1
+    if AT_ONCE == 4:
+        ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
     scaled = ()
     for i in tl.static_range(len(numbers) // 4):
-        first = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0) // (BLOCK_COLUMNS // 4)
-        scales = load_block_scales(ptrs, first, keep, numbers[4 * i], DIM)
+        WIDTH: tl.constexpr = panel_width(DIM, 4, T.BLOCK_M, T.MOST, i)
+        BEFORE: tl.constexpr = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0)
+        SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
+        NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
+        word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)
+        is_one = word < DIM // BLOCK_COLUMNS // AT_ONCE
+        shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
+        if TURNED:
+            words = tl.load(ptrs[None, :] + word[:, None], mask=is_one[:, None] & keep[None, :], other=0)
+            words = tl.broadcast_to(words[:, None, :], [NUM, WIDTH // NUM, T.BLOCK_N])
+            words, shift = tl.reshape(words, [WIDTH, T.BLOCK_N]), shift[:, None]
+        else:
+            words = tl.load(ptrs[:, None] + word[None, :], mask=keep[:, None] & is_one[None, :], other=0)
+            words = tl.broadcast_to(words[:, :, None], [T.BLOCK_N, NUM, WIDTH // NUM])
+            words, shift = tl.reshape(words, [T.BLOCK_N, WIDTH]), shift[None, :]
+        scales = T.DECODE_SCALES(words.to(tl.int32), tl.broadcast_to(shift, words.shape)).to(numbers[0].dtype)
         for j in tl.static_range(4):
-            scaled = scaled + (times_scales(numbers[4 * i + j], scales),)
+            scaled = scaled + (numbers[4 * i + j] * scales,)
     return scaled
-
-
-@triton.jit
-def load_block_scales(ptrs, first, keep, panel, DIM: tl.constexpr):
-    """Return the block scales of a panel's columns, which are 4 apart, [BLOCK_N, groups] from the `first` one on."""
-    group = first + tl.arange(0, panel.shape[1] // (BLOCK_COLUMNS // 4))
-    bits = tl.load(ptrs + group[None, :], mask=keep[:, None] & (group < DIM // BLOCK_COLUMNS)[None, :], other=0)
-    return mods.e4m3_in_software(bits, panel.dtype)
-
-
-@triton.jit
-def times_scales(panel, scales):
-    """Multiply each group of a panel's columns by its scale."""
-    groups = tl.reshape(panel, [panel.shape[0], scales.shape[1], panel.shape[1] // scales.shape[1]])
-    return tl.reshape(groups * scales[:, :, None], [panel.shape[0], panel.shape[1]])
 
 
 @triton.jit
@@ -134,13 +140,15 @@ def weighted_step(acc, m_i, l_i, scores, v, v_scale, exponent_scale, INPUT_PRECI
     """
     HEADROOM: tl.constexpr = 12 if v[0].dtype == tl.float16 else 0  # as in `softmax_step`
     scale, zero = scale_and_zero(v_scale)
+    scale = tl.maximum(scale, LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
+    log2_scale = scale.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23 - 127.0  # less by at most 0.09
     exponents = scores * exponent_scale
-    weighted = exponents + tl.log2(tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))[None, :]
-    m_new = tl.maximum(m_i, tl.max(weighted, 1) - HEADROOM)
+    m_new = tl.maximum(m_i, tl.max(exponents + log2_scale[None, :], 1) - HEADROOM)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key
-    p = tl.exp2(weighted - shift[:, None]).to(v[0].dtype)
+    p = tl.exp2(exponents - shift[:, None])
     alpha = tl.exp2(m_i - shift)
-    l_i = add_sums(l_i, alpha, tl.exp2(exponents - shift[:, None]))
+    l_i = add_sums(l_i, alpha, p)
+    p = (p * scale[None, :]).to(v[0].dtype)
     new_acc = ()
     for i in tl.static_range(len(v)):
         new_acc = new_acc + (add_product(acc[i], alpha, p, v[i], INPUT_PRECISION),)

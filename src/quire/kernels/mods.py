@@ -144,20 +144,25 @@ def int4x4_in_software(x):
 
 @triton.jit
 def e2m1x4(x):
-    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first: four bits
-    # at the top of a float16, with 0 below, give both parts by one mask, of themselves and of what is 3 bits lower.
+    # A sign, and then two bits of exponent and one of fraction where float16 has its last two and its first. Two shifts
+    # and two masks move them in all four bytes at once, those of even columns or those of odd ones. A byte is the upper
+    # half of a float16.
     a: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 12; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
+        prmt.b32 $0, s, 0, 0x2404; }"""
     b: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 8; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
+        prmt.b32 $0, s, 0, 0x2404; }"""
     c: tl.constexpr = """{
-        .reg .b32 w, s;
-        shl.b32 w, $1, 4; and.b32 w, w, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
+        and.b32 $0, s, 0xFF00FF00; }"""
     d: tl.constexpr = """{
-        .reg .b32 w, s;
-        and.b32 w, $1, 0xF000F000; shr.b32 s, w, 3; lop3.b32 $0, w, s, 0x8E008E00, 0xA8; }"""
+        .reg .b32 s, m;
+        shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
+        and.b32 $0, s, 0xFF00FF00; }"""
     return (
         tl.inline_asm_elementwise(a, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
         tl.inline_asm_elementwise(b, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2),
@@ -177,6 +182,21 @@ def e2m1(bits):
     """Return the numbers in the lowest four bits, in float16."""
     half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.uint16).to(tl.float16, bitcast=True)
     return (half.to(tl.float32) * 16384.0).to(tl.float16)
+
+
+@triton.jit
+def byte_of_words(words, shift):
+    """Return the e4m3 number in the byte of a word that begins at bit `shift`."""
+    asm: tl.constexpr = """{
+        .reg .b32 a, b; .reg .b16 both;
+        shr.u32 a, $1, $3; shr.u32 b, $2, $4; prmt.b32 a, a, b, 0x0040; cvt.u16.u32 both, a;
+        cvt.rn.f16x2.e4m3x2 $0, both; }"""
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [words, shift], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def byte_of_words_in_software(words, shift):
+    return e4m3_in_software((words >> shift) & 0xFF, tl.float16)
 
 
 @triton.jit
@@ -283,15 +303,16 @@ def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any]:
-    """Return the decoders of keys and of values, from 16-bit elements."""
+def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any, Any]:
+    """Return the decoders of keys and of values, from 16-bit elements, and that of block scales, or None."""
 
     def decoder_of(name: str) -> Any:
         if name == "e4m3":
             return fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2)
         return CODES_DECODERS[name][device.has_ptx]
 
-    return decoder_of(form.k.name), decoder_of(form.v.name)
+    of_scales = (byte_of_words_in_software, byte_of_words)[device.native_fp8x2] if form.has_blocks else None
+    return decoder_of(form.k.name), decoder_of(form.v.name), of_scales
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

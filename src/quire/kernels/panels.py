@@ -9,10 +9,16 @@ probabilities would go through shared memory, and warps would wait for each othe
 
 A stored element is EACH numbers: two where fp8 numbers are read in pairs, else one. Panels are of stored elements. A
 pair's numbers are decoded into a panel of even columns and one of odd columns.
+
+The left operand of mma.sync has 16 rows, the right one 8 columns. So of fewer rows than 16, products are turned: keys
+and the columns of values are on the left, and the rows on the right, which halves products and accumulators. With one
+warp, each has keys of its own, and waits for no other.
 """
 
 import triton
 import triton.language as tl
+
+from quire.dispatch.config import ROWS_OF_PRODUCT
 
 LEAST_WIDTH = 16  # of an operand of `tl.dot`
 LEAST_REST = 32  # stored elements of a second panel; four warps share 8 columns each
@@ -26,6 +32,12 @@ def power_of_two(number):
     SGLang replaces `triton.next_power_of_2` by a plain function, and Triton hashes no kernel that names one.
     """
     return 1 << (number - 1).bit_length()
+
+
+@triton.constexpr_function
+def is_turned(ROWS):
+    """Return whether row blocks of so many rows are right operands, with keys or columns of values on the left."""
+    return ROWS < ROWS_OF_PRODUCT
 
 
 @triton.constexpr_function

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from quire.kernels.codes import each_of, queries_for_codes, scores_of_codes, times_block_scales, weighted_step
-from quire.kernels.panels import columns_of, elements_of, num_panels, panel_is_full
+from quire.kernels.panels import columns_of, elements_of, is_turned, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
-from quire.kernels.states import encode, kept_step, softmax_step
+from quire.kernels.states import encode, kept_step, multiply, softmax_step
 
 
 class Tiling(NamedTuple):
@@ -46,6 +46,7 @@ class Tiling(NamedTuple):
     FORMAT: Any = None  # `PagedKVCache.kv_format`
     DECODE_V: Any = None  # of values, where there is a format
     IN_PTX: Any = False  # its decoders are instructions of PTX
+    DECODE_SCALES: Any = None  # from words with four block scales each, where there are some
 
 
 class Scoring(NamedTuple):
@@ -361,21 +362,31 @@ def attend_tile(
         offs_v = slot * in_units(kv.v_slot, T.STRIDE_UNIT) + page * in_units(kv.v_page, T.STRIDE_UNIT)
     k_rows, v_rows = k_head + offs_k[:, None], v_head + offs_v[:, None]
     ROWS: tl.constexpr = rows.owned.shape[0]
+    TURNED: tl.constexpr = is_turned(ROWS)
     k = load_heads(k_rows, kv.k_vec, keep, MASKED, T.HEAD_DIM, EACH_K, ROWS, T.MOST, T.BLOCK_D, T.K_VEC, T.WIDE_OFFSETS)
     v = load_heads(
-        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS
+        v_rows, kv.v_vec, keep, MASKED, T.HEAD_DIM_V, EACH_V, ROWS, T.MOST, T.BLOCK_DV, T.V_VEC, T.WIDE_OFFSETS, TURNED
     )
     # Small probabilities times small scales vanish in float16. With float16 queries, the values are scaled.
     SCALE_V: tl.constexpr = T.TOKEN_SCALES and q[0].dtype == tl.float16 and T.FORMAT is None
+    V_DTYPE: tl.constexpr = tl.float32 if SCALE_V else q[0].dtype
+    DECODE_V: tl.constexpr = T.DECODE if T.FORMAT is None else T.DECODE_V
+    HAS_BLOCKS: tl.constexpr = T.DECODE_SCALES is not None
     k = decode_panels(k, q[0].dtype, T.DECODE, T)
-    v = decode_panels(v, tl.float32 if SCALE_V else q[0].dtype, T.DECODE if T.FORMAT is None else T.DECODE_V, T)
-    if T.FORMAT is not None and not T.TOKEN_SCALES:
-        offs_block = (slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page)[:, None]
-        k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T)
-        v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T)
-    scores = tl.dot(q[0], tl.trans(k[0]), input_precision=T.INPUT_PRECISION)  # [BLOCK_M, BLOCK_N]
-    for i in tl.static_range(1, len(k)):
-        scores = tl.dot(q[i], tl.trans(k[i]), scores, input_precision=T.INPUT_PRECISION)
+    if HAS_BLOCKS:
+        offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
+        k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T, False)
+    if not TURNED:
+        v = decode_panels(v, V_DTYPE, DECODE_V, T)
+        if HAS_BLOCKS:
+            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, False)
+    scores = None  # [BLOCK_M, BLOCK_N]
+    for i in tl.static_range(len(k)):
+        scores = multiply(q[i], k[i] if TURNED else tl.trans(k[i]), scores, TURNED, T.INPUT_PRECISION)
+    if TURNED:  # after that product, both pass through the same shared memory, where wgmma might still read keys
+        v = decode_panels(v, V_DTYPE, DECODE_V, T)
+        if HAS_BLOCKS:
+            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, True)
     if T.PACKED_FP8:
         scores = scores * q[len(k)][:, None]
     v_scale = None
@@ -390,7 +401,8 @@ def attend_tile(
         if SCALE_V:
             scaled = ()
             for i in tl.static_range(len(v)):
-                scaled = scaled + ((v[i] * v_scale[:, None]).to(q[0].dtype),)
+                of_numbers = v_scale[None, :] if TURNED else v_scale[:, None]
+                scaled = scaled + ((v[i] * of_numbers).to(q[0].dtype),)
             v, v_scale = scaled, None
     if T.SCORE_MOD is not None:
         scores = T.SCORE_MOD(scores, scoring.scale, rows.q_pos, kv_pos, slopes, scoring.softcap)
@@ -498,17 +510,25 @@ def store_rows(
 def load_heads(
     ptrs, stride_vec, keep, MASKED: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, WIDE_OFFSETS: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the panels of the heads that begin at `ptrs` [BLOCK_N, 1], for row blocks of ROWS rows."""
+    """Load the panels of the heads that begin at `ptrs` [BLOCK_N, 1], for row blocks of ROWS rows.
+
+    If TURNED, rows of panels are columns of heads. They are loaded so, since `ldmatrix` transposes what it reads.
+    """
     panels = ()
     for i in tl.static_range(num_panels(DIM, EACH, ROWS, MOST)):
         offs_d = elements_of(DIM, EACH, ROWS, MOST, i)
         if WIDE_OFFSETS:
             offs_d = offs_d.to(tl.int64)
         at = ptrs + dim_offsets(offs_d, stride_vec, VEC, BLOCK // EACH)[None, :]
-        panels = panels + (
-            load_tile(at, keep, offs_d, MASKED, DIM // EACH, panel_is_full(DIM, EACH, ROWS, MOST, i)),
-        )  # fmt: skip
+        FULL: tl.constexpr = panel_is_full(DIM, EACH, ROWS, MOST, i)
+        if TURNED:
+            rows, columns = (offs_d < DIM // EACH)[:, None], keep[None, :]
+            panels = panels + (load_tile(tl.trans(at), rows, columns, not FULL, MASKED),)
+        else:
+            rows, columns = keep[:, None], (offs_d < DIM // EACH)[None, :]
+            panels = panels + (load_tile(at, rows, columns, MASKED, not FULL),)
     return panels
 
 
@@ -527,12 +547,12 @@ def decode_panels(stored, dtype: tl.constexpr, DECODE: tl.constexpr, T: tl.const
 
 
 @triton.jit
-def load_tile(ptrs, keep, offs_d, MASKED: tl.constexpr, DIM: tl.constexpr, FULL: tl.constexpr):
-    """Load columns `offs_d` of heads of DIM columns, with masks only where needed. If FULL, all are below DIM."""
-    if MASKED and FULL:
-        return tl.load(ptrs, mask=keep[:, None], other=0.0)
-    if MASKED:
-        return tl.load(ptrs, mask=keep[:, None] & (offs_d < DIM)[None, :], other=0.0)
-    if FULL:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=(offs_d < DIM)[None, :], other=0.0)
+def load_tile(ptrs, rows, columns, SOME_ROWS: tl.constexpr, SOME_COLUMNS: tl.constexpr):
+    """Load a tile; of only some rows or columns, those of these masks."""
+    if SOME_ROWS and SOME_COLUMNS:
+        return tl.load(ptrs, mask=rows & columns, other=0.0)
+    if SOME_ROWS:
+        return tl.load(ptrs, mask=rows, other=0.0)
+    if SOME_COLUMNS:
+        return tl.load(ptrs, mask=columns, other=0.0)
+    return tl.load(ptrs)

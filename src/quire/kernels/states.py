@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import mods
-from quire.kernels.panels import num_panels, panel_width
+from quire.kernels.panels import is_turned, num_panels, panel_width
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -106,7 +106,7 @@ def add_sums(l_i, alpha, p):
         return l_i + (tl.sum(p, 1) if len(l_i.shape) == 1 else sums_of_columns(p, l_i.shape[1]))
     elif len(l_i.shape) == 1:
         return l_i * alpha + tl.sum(p, 1)
-    elif l_i.shape[1] == num_sums(p.shape[1]):
+    elif l_i.shape[1] == num_sums(p.shape[0], p.shape[1]):
         return l_i * alpha[:, None] + sums_of_columns(p, l_i.shape[1])
     else:
         return tl.fma(l_i, alpha[:, None] + tl.zeros_like(l_i), sums_of_groups(p, l_i.shape[1]))
@@ -116,19 +116,33 @@ def add_sums(l_i, alpha, p):
 def add_product(acc, alpha, p, v, INPUT_PRECISION: tl.constexpr):
     """Return acc [M, width], each row times its alpha, plus the product of p [M, N] and v [N, width].
 
+    If the product is turned (`panels.is_turned`), v is [width, N].
+
     A product of float32 numbers adds one after the other. So it begins with zero: over 2,048 keys, a sum that runs on
     from tile to tile has an error of 2.8e-7, and sums of 32 keys one of 0.9e-7.
     """
+    TURNED: tl.constexpr = is_turned(acc.shape[0])
     if v.dtype == tl.float32 and INPUT_PRECISION == "ieee":
-        product = tl.dot(p, v, input_precision=INPUT_PRECISION)
+        product = multiply(p, v, None, TURNED, INPUT_PRECISION)
         if alpha is None:  # 1
             return acc + product
         else:
             return tl.fma(acc, alpha[:, None] + tl.zeros_like(acc), product)
     elif alpha is None:
-        return tl.dot(p, v, acc, input_precision=INPUT_PRECISION)
+        return multiply(p, v, acc, TURNED, INPUT_PRECISION)
     else:
-        return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+        return multiply(p, v, acc * alpha[:, None], TURNED, INPUT_PRECISION)
+
+
+@triton.jit
+def multiply(a, b, acc, TURNED: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """Return the product of a [M, K] and b [K, N] plus acc, which may be None. If TURNED, b is [N, K], and is left."""
+    if not TURNED:
+        return tl.dot(a, b, acc, input_precision=INPUT_PRECISION)
+    elif acc is None:
+        return tl.trans(tl.dot(b, tl.trans(a), input_precision=INPUT_PRECISION))
+    else:
+        return tl.trans(tl.dot(b, tl.trans(a), tl.trans(acc), input_precision=INPUT_PRECISION))
 
 
 @triton.constexpr_function
@@ -138,13 +152,14 @@ def log2(n):
 
 
 @triton.constexpr_function
-def num_sums(columns):
-    """Return how many sums `sums_of_columns` makes of a tile's columns.
+def num_sums(rows, columns):
+    """Return how many sums of each row `sums_of_columns` makes of a tile of so many columns.
 
-    Where four warps share the columns of 16 rows, each of these sums is of numbers that one thread has. So a tile needs
-    no exchange between threads for them, and only one between warps, for the maxima.
+    Where four warps share the columns of 16 rows, or one warp has turned products, each of these sums is of numbers
+    that one thread has. So a tile needs no exchange between threads for them, and only one between warps, for the
+    maxima.
     """
-    return min(32, columns)
+    return min(8 if is_turned(rows) else 32, columns)
 
 
 @triton.jit

@@ -199,7 +199,7 @@ def fold_latents(
         scores = scores * q[T.CODED][:, None]
     if T.ROPE > 0:
         r_rows = tl.expand_dims(latents.rope + (page * kv.rope_page + before * T.ROPE_SLOT) + slot * T.ROPE_SLOT, 1)
-        r = load_tile(r_rows + offs_r[None, :], keep, offs_r, True, T.ROPE, T.ROPE == T.BLOCK_R)
+        r = load_tile(r_rows + offs_r[None, :], keep[:, None], (offs_r < T.ROPE)[None, :], True, T.ROPE != T.BLOCK_R)
         r = T.DECODE_ROPE(r, q_pe.dtype)
         products = tl.dot(q_pe, tl.trans(r), input_precision=T.INPUT_PRECISION)
         scores = add_scores(scores, products, q_pe.dtype, T.INPUT_PRECISION)

@@ -100,7 +100,9 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
             store_result(program, target, program.row_block * program.config.COLUMNS, results, PARITY * 2, m_i, l_i)
         else:
             results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
-            slot = ((program.row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)).to(gl.int64)
+            slot = ((program.row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)).to(
+                gl.int64
+            )
             store_partial(program, slot, results, PARITY * 2, m_i, l_i)
         n += 4 * work.count
         works += 1

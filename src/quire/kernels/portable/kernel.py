@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.codes import each_of, empty_sums, finish_codes
-from quire.kernels.panels import columns_of, join_pairs
+from quire.kernels.panels import columns_of, is_turned, join_pairs
 from quire.kernels.portable.reduce import Partial, slot_of_partial, store_and_arrive, store_combined, store_partial
 from quire.kernels.primitives import (
     Inputs,
@@ -275,7 +275,10 @@ def attend_tiles(
                 next_tile = tl.where(i < num_before, start + i, full_stop + i - num_before)
             else:  # i - 1, carried from the iteration before, would make Triton give up its pipeline
                 tile, next_tile = i, i + 1
-            if masked or F.IN_ORDER:
+            if is_turned(T.BLOCK_M):  # one warp would wait for a page to carry, and Triton loads this one ahead
+                page = pages_of_tile(keys, tile, T)
+                next_page = page
+            elif masked or F.IN_ORDER:
                 next_page = pages_of_tile(keys, next_tile, T)
             else:  # of another full tile, or of this one
                 next_page = pages_of_tile(Keys(keys.table, None, None), tl.minimum(next_tile, end - 1), T)
@@ -419,7 +422,9 @@ def portable_kernel(
     TWO_LEVEL: tl.constexpr = False,  # many partials are combined in two levels
     TWO_LEVEL_MIN_PARTIALS: tl.constexpr = 0, EARLY_EXIT_MAX_TILES: tl.constexpr = 0,  # of CostModel
     FULL_TILE_LOOP_MIN_TILES: tl.constexpr = 0,
-    FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,  # of Tiling
+    # Of Tiling:
+    FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,
+    DECODE_SCALES: tl.constexpr = None,
     BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions beside row blocks
 ):  # fmt: skip
     HAS_PARTS: tl.constexpr = is_found_now is not None
@@ -431,11 +436,12 @@ def portable_kernel(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
-        ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
+        ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
     )  # fmt: skip
-    # With packed fp8, fewer programs of an SM would have registers for sums of columns. A warp adds those of its own
-    # rows without others.
-    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_N) if PARTITIONED and not (PACKED_FP8 or OWN_ROWS) else 1
+    # With packed fp8, fewer programs of an SM would have registers for sums of columns, unless products are turned. A
+    # warp adds those of its own rows without others.
+    HAS_SUMS: tl.constexpr = PARTITIONED and (is_turned(BLOCK_M) or not (PACKED_FP8 or OWN_ROWS))
+    COLUMN_SUMS: tl.constexpr = num_sums(BLOCK_M, BLOCK_N) if HAS_SUMS else 1
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.
@@ -498,7 +504,7 @@ def portable_kernel(
             TB: tl.constexpr = Tiling(
                 GROUP, BESIDE_M, BESIDE_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
                 WIDE_OFFSETS, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
-                False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
+                False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
             )  # fmt: skip
             SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_N)
             FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)

@@ -169,11 +169,12 @@ class PortableLaunch:
 
     @property
     def max_registers(self) -> int | None:
-        """Most registers of a thread, if the launch loads fp8 numbers in pairs; None for any number.
+        """Most registers of a thread, if the launch loads several numbers in an element; None for any number.
 
         Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
         """
-        if self.name != "split_kv" or self.request.device.has_mfma or not loads_pairs(self.request.spec, self.config):
+        has_several = self.request.spec.kv_format is not None or loads_pairs(self.request.spec, self.config)
+        if self.name != "split_kv" or self.request.device.has_mfma or not has_several:
             return None
         bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
         return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))

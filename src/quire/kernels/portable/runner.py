@@ -232,9 +232,10 @@ class PortableRunner(KernelRunner):
         packed = self.decided.packs_fp8(cache)
         of_format: dict[str, Any] = {}
         if cache.kv_format is not None:
-            decode, decode_v = mods.decoders_of_format(cache.form, device)
+            decode, decode_v, decode_scales = mods.decoders_of_format(cache.form, device)
             element, packed = torch.int16, True
             of_format = {"FORMAT": cache.kv_format, "DECODE_V": decode_v, "IN_PTX": device.has_ptx}
+            of_format |= {"DECODE_SCALES": decode_scales}
         elif packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
         else:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from quire.dispatch.config import COSTS, CostModel, KernelConfig, padded, reduced
+from quire.dispatch.config import COSTS, ROWS_OF_PRODUCT, CostModel, KernelConfig, padded, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
@@ -41,6 +41,21 @@ CONFIGS: dict[int, dict[int, str]] = {
         512: "16x16 w8 s2 p1 wcj/wj",
     },
 }
+# Below eight bits, instructions are the limit, and sequences of up to 8 rows have turned products (`panels.is_turned`).
+# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own.
+TURNED = {
+    64: "8x32 w1 s3 p16 wcj/wj, 8x64 w1 s3 p12 wcj/wj",
+    128: "8x32 w1 s3 p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
+    256: "8x32 w1 s3 p8 wcj/wj",
+}
+
+
+def with_turned(of_bytes: dict[int, str]) -> dict[int, str]:
+    """Return the configurations for numbers below eight bits, from those for bytes, by the columns of a head."""
+    return {width: f"{text}, {TURNED[width]}" if width in TURNED else text for width, text in of_bytes.items()}
+
+
+CONFIGS[0] = with_turned(CONFIGS[1])
 # Where all products are mma.sync's: the same of an H200 with the code for sm80, but that no kernel is for Hopper GPUs.
 OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1]
@@ -58,6 +73,7 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
         256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, 128x64 w8 s2u p1 /wj",
     },
 }
+OF_MMA_SYNC[0] = with_turned(OF_MMA_SYNC[1])
 # Where products are neither wgmma's nor mma.sync's, nothing was swept: row blocks have as many rows as a sequence, up
 # to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
@@ -65,6 +81,7 @@ MOST_OWN_ROWS, FILLED = 64, 0.75
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
 }
+OF_MFMA[0] = OF_MFMA[1]
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
 MIXED_ROWS = 64  # of a tile, and of a sequence, from which on decoding sequences may have tiles of their own
@@ -110,7 +127,7 @@ def variants(
     was_swept = device.has_wgmma or device.has_mma_sync
     is_listed = not takes_all and was_swept
     listed = uses_listed(spec, device, one_each, alone) if is_listed else {}
-    rows, found = max(16, request.rows_per_seq), dict[str, PortableLaunch]()
+    rows, found = request.rows_per_seq, dict[str, PortableLaunch]()
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
@@ -142,10 +159,14 @@ def variants(
 def may_suit(config: KernelConfig, rows: int, configs: dict[str, KernelConfig], device: DeviceProperties) -> bool:
     """Return whether a configuration may suit sequences of so many rows: unless one of fewer has as many row blocks.
 
+    Of turned products, all rows are in one row block.
     Tiles for wgmma have at least WGMMA_ROWS, also for fewer rows. The tallest ones are for sequences that have several.
     """
     if len(configs) == 1:
         return True
+    if config.block_m < ROWS_OF_PRODUCT:
+        return rows <= config.block_m
+    rows = max(ROWS_OF_PRODUCT, rows)
     if device.has_wgmma and config.block_m >= WGMMA_ROWS:
         return rows > (config.block_m if config.block_m > WGMMA_ROWS else 16)
     return config.block_m < 2 * rows
@@ -307,7 +328,7 @@ def uses_listed(spec: AttentionSpec, device: DeviceProperties, one_each: bool, a
 def entries_of(spec: AttentionSpec, device: DeviceProperties) -> list[str]:
     """Return what is listed for a spec on a device."""
     table = OF_MMA_SYNC if device.has_mma_sync else OF_MFMA if device.has_mfma else CONFIGS
-    of_width = entry_of(table, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+    of_width = entry_of(table, bytes_of_number(spec))
     return entry_of(of_width, max(padded(spec.head_dim), padded(spec.head_dim_v))).split(", ")
 
 
@@ -319,7 +340,7 @@ def invariant_configs(spec: AttentionSpec, device: DeviceProperties) -> dict[str
     a row alike, on devices of which that is known.
     """
     width = max(padded(spec.head_dim), padded(spec.head_dim_v))
-    of_width = entry_of(INVARIANT, max(spec.kv_dtype.itemsize, 4 if spec.dtype.itemsize == 4 else 1))
+    of_width = entry_of(INVARIANT, bytes_of_number(spec))
     text = entry_of(of_width, width)
     if width > 256 and spec.dtype.itemsize == 2 and device.shared_memory <= LARGE:
         text = "16x16 w4 s2 p2"
@@ -408,6 +429,11 @@ def name_of(config: KernelConfig) -> str:
     full = "u" if config.full_tile_loop else ""
     size = f"{config.block_m}x{config.block_n}"
     return f"{size} w{config.num_warps} s{config.num_stages}{full} p{config.programs_per_sm}"
+
+
+def bytes_of_number(spec: AttentionSpec) -> int:
+    """Return the whole bytes of a cached number, 0 below eight bits; or those of float32 queries."""
+    return 4 if spec.dtype.itemsize == 4 else 0 if spec.kv_format else spec.kv_dtype.itemsize
 
 
 def entry_of(table: dict[int, Any], number: int) -> Any:

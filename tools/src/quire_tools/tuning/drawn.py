@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from quire.cache_formats import FORMATS
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Request
 from quire.drawn import HEAD_DIMS, WIDEST, flops_of, log_uniform
@@ -28,10 +29,11 @@ MODEL_HEADS = {
     256: ((16, 8, 256), (24, 4, 256), (64, 4, 256), (24, 2, 256)),
     512: ((32, 4, 512), (16, 2, 512)),
 }
-# Kinds of the layers of a cohort, one after the other: widest columns (0 for latents), and whether caches are e4m3.
+# Kinds of the layers of a cohort, one after the other: widest columns (0 for latents), and of which caches.
 KINDS = (
-    (128, False), (0, False), (64, False), (128, True), (256, False), (128, False), (0, True), (64, True), (128, False),
-    (512, False), (256, True), (0, False),
+    (128, "bf16"), (0, "bf16"), (64, "bf16"), (128, "e4m3"), (256, "bf16"), (128, "bf16"), (0, "e4m3"), (64, "e4m3"),
+    (128, "bf16"), (512, "bf16"), (256, "e4m3"), (0, "bf16"), (128, "int4"), (128, "nvfp4"), (64, "int4"),
+    (128, "k8v4"), (256, "int4"), (64, "nvfp4"),
 )  # fmt: skip
 LATENT_HEADS = (8, 16, 32, 64, 128)
 PAGES = (16, 16, 16, 32, 64, 64, 128, 256, 1, 48)
@@ -70,10 +72,7 @@ class DrawnCase:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all sequences, in whole pages."""
-        spec = self.spec
-        width = spec.head_dim if spec.latent else spec.head_dim + spec.head_dim_v
-        slots = sum(-(-s // self.page_size) for _, s in self.lens) * self.page_size
-        return slots * spec.num_kv_heads * width * spec.kv_dtype.itemsize
+        return sum(-(-s // self.page_size) for _, s in self.lens) * self.page_size * self.spec.bytes_per_token
 
     def request(self, device: DeviceProperties) -> Request:
         """Return the request that a plan decides about."""
@@ -95,13 +94,12 @@ def case_of(line: dict[str, Any]) -> DrawnCase:
     return DrawnCase(line["case"], spec, line["page_size"], lens, is_invariant)
 
 
-def draw_layer(rng: random.Random, widest: int, is_e4m3: bool) -> tuple[AttentionSpec, int]:
+def draw_layer(rng: random.Random, widest: int, cache: str) -> tuple[AttentionSpec, int]:
     """Draw the spec of a layer of a kind, and the tokens of a page."""
     has_window, has_softcap, has_sinks, has_other = (rng.random() < share for share in SHARES)
-    kv_dtype = torch.float8_e4m3fn if is_e4m3 else torch.bfloat16
+    fields: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn if cache == "e4m3" else torch.bfloat16}
     if not widest:
-        allow_fp8 = is_e4m3 and rng.random() < 0.5
-        fields: dict[str, Any] = {"kv_dtype": kv_dtype, "allow_fp8": allow_fp8}
+        fields["allow_fp8"] = cache == "e4m3" and rng.random() < 0.5
         spec = AttentionSpec.mla(num_q_heads=rng.choice(LATENT_HEADS), softmax_scale=192**-0.5, **fields)
         return spec, rng.choice(LATENT_PAGES)
     heads, kv_heads, width = rng.choice(MODEL_HEADS[widest])
@@ -112,12 +110,16 @@ def draw_layer(rng: random.Random, widest: int, is_e4m3: bool) -> tuple[Attentio
         widths = [n for n in (*HEAD_DIMS, WIDEST) if widest // 2 < n <= widest]
         heads, width = kv_heads * group, rng.choice(widths)
         values = rng.choice([n for n in HEAD_DIMS if n <= widest]) if has_other else width
+    if cache in FORMATS:
+        fields = {"kv_format": cache}
+    if cache in FORMATS and FORMATS[cache].has_blocks:
+        width = values = -(-width // 16) * 16
     spec = AttentionSpec(
         num_q_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=width,
         head_dim_v=values,
-        kv_dtype=kv_dtype,
+        **fields,
         sliding_window=log_uniform(rng, 64, 4096) if has_window else None,
         softcap=30.0 if has_softcap else None,
         sinks=has_sinks,

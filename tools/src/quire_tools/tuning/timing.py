@@ -128,10 +128,14 @@ class Session:
         for _ in range(count):
             cache = quire.PagedKVCache.empty(spec, sum(pages), page, device=device)
             for tensor in (cache.latents,) if spec.latent else (cache.k, cache.v):
-                if tensor.dtype.itemsize == 1:
+                if spec.kv_format is not None:
+                    tensor.random_(0, 64, generator=generator)
+                elif tensor.dtype.itemsize == 1:
                     tensor.copy_(torch.randn(tensor.shape, device=device, generator=generator, dtype=torch.bfloat16))
                 else:
                     tensor.normal_(generator=generator)
+            for scale in cache.scale_tensors if spec.kv_format is not None else ():
+                scale.fill_(0.05)
             self.caches.append(cache)
         shape = case.bounds.num_tokens, spec.num_q_heads, spec.head_dim
         self.q = torch.randn(shape, device=device, generator=generator).to(spec.dtype)
