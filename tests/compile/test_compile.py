@@ -1084,23 +1084,25 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
 @pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
-    ("num_q_heads", "kv_dtype"),
+    ("num_q_heads", "kv_dtype", "blocks"),
     [
-        *((16, None), extended(16, torch.float8_e4m3fn)),
-        *(extended(32, None), extended(32, torch.float8_e4m3fn)),
-        *((128, None), extended(128, torch.float8_e4m3fn)),
+        *((16, None, "narrow"), extended(16, torch.float8_e4m3fn, "narrow")),
+        *((128, None, "narrow"), extended(128, torch.float8_e4m3fn, "narrow")),
+        *((128, None, "wide"), extended(128, torch.float8_e4m3fn, "wide")),
     ],
 )
-def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype):
-    """Consumers hold 64 registers of the output for 16 heads, otherwise 128: of 255, or of 208 for 128 fp8 heads."""
+def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype, blocks, take):
+    """Consumers hold 64 registers of the output for 16 heads, otherwise 128: of 255, or of 208 for wide fp8 blocks."""
+    take(blocks)
     spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype)
     launch = Launch(spec, 8, 1, 4096, 8)
     plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper"
     assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
+    assert plan.launch.columns == (16 if num_q_heads == 16 else 32 if blocks == "narrow" else 64)
     many = ON_THE_STACK_OF_CONVERTERS if kv_dtype else ON_THE_STACK["mla_hopper_kernel"]
     few = ON_THE_STACK_OF_FEW_FP8_ROWS if kv_dtype else 0
-    limit = {16: few, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 80}.get(num_q_heads, many)
+    limit = {16: few, 32: ON_THE_STACK_OF_TURNS if kv_dtype else 80}.get(plan.launch.columns, many)
     on_the_stack = {"mla_hopper_kernel": limit}
     assert all(c.spills <= on_the_stack.get(c.kernel, 0) for c in compiled), compiled
 

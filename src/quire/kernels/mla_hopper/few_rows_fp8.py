@@ -33,7 +33,7 @@ from quire.kernels.mla_hopper.columns import (
 from quire.kernels.mla_hopper.fp8_operands import key_operands, merge_columns, query_operands, value_operands
 from quire.kernels.mla_hopper.latents import make_latents
 from quire.kernels.mla_hopper.memory import EVEN, QUARTER, ROPE, TILE
-from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
+from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot_of, target_of, work_of
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 
@@ -100,9 +100,7 @@ def consume_fp8(PARITY: gl.constexpr, s, program):
             store_result(program, target, program.row_block * program.config.COLUMNS, results, PARITY * 2, m_i, l_i)
         else:
             results = merge_quarters(scale_columns(acc, gl.zeros_like(l_i) + latent_scale))
-            slot = ((program.row_block * program.num_partitions + program.index) * 2 + work.starts.to(gl.int32)).to(
-                gl.int64
-            )
+            slot = slot_of(program, seq, work, program.row_block)
             store_partial(program, slot, results, PARITY * 2, m_i, l_i)
         n += 4 * work.count
         works += 1

@@ -44,7 +44,7 @@ def mla_hopper_kernel(
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BOX: gl.constexpr, PARTIAL_ROWS: gl.constexpr,
     COLUMNS: gl.constexpr, FP8_MMA: gl.constexpr,
 ):  # fmt: skip
-    """Attend to row blocks of COLUMNS rows: 16, 32, or ROWS if sequences have more than 32.
+    """Attend to row blocks of COLUMNS rows: 16, 32 or ROWS.
 
     FP8_MMA: with ROWS rows and fp8 latents, products are in fp8.
     """

@@ -108,9 +108,6 @@ class Target(NamedTuple):
     poison: Any  # added to sums of exponentials, or to a scale: NaN if the schedule has other lengths, else 0
 
 
-# A row block of few rows is a sequence's only one. Its functions pass 0 for `row_block`, as the compiler then knows.
-
-
 @gluon.jit
 def first_sequence(program, row_block):
     """Return the first sequence of the partition that has rows in the row block.
