@@ -504,7 +504,8 @@ def portable_kernel(
             TB: tl.constexpr = Tiling(
                 GROUP, BESIDE_M, BESIDE_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC,
                 WIDE_OFFSETS, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
-                False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
+                False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
+                DECODE_SCALES,
             )  # fmt: skip
             SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_N)
             FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)
