@@ -522,13 +522,16 @@ def load_heads(
         if WIDE_OFFSETS:
             offs_d = offs_d.to(tl.int64)
         at = ptrs + dim_offsets(offs_d, stride_vec, VEC, BLOCK // EACH)[None, :]
-        FULL: tl.constexpr = panel_is_full(DIM, EACH, ROWS, MOST, i)
+        inside = offs_d < DIM // EACH
         if TURNED:
-            rows, columns = (offs_d < DIM // EACH)[:, None], keep[None, :]
-            panels = panels + (load_tile(tl.trans(at), rows, columns, not FULL, MASKED),)
+            tile = load_tile(
+                tl.trans(at), inside[:, None], keep[None, :], not panel_is_full(DIM, EACH, ROWS, MOST, i), MASKED
+            )
         else:
-            rows, columns = keep[:, None], (offs_d < DIM // EACH)[None, :]
-            panels = panels + (load_tile(at, rows, columns, MASKED, not FULL),)
+            tile = load_tile(
+                at, keep[:, None], inside[None, :], MASKED, not panel_is_full(DIM, EACH, ROWS, MOST, i)
+            )  # fmt: skip
+        panels = panels + (tile,)
     return panels
 
 

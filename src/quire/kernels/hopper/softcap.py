@@ -25,7 +25,7 @@ SMALL = gl.constexpr(0.285)  # the largest abs(x) of the polynomial
 # ten times that at most, so a larger SMALL needs a fourth coefficient.
 COEFFICIENTS = (0.9999970458644307, -0.33303948268577604, 0.1259831465500068)
 OF_X = gl.constexpr(COEFFICIENTS[0])
-GROUP = gl.constexpr(16)  # of a thread's scores
+GROUP = gl.constexpr(32)  # of a thread's scores
 
 
 def in_ptx(number):
