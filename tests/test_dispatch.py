@@ -162,6 +162,16 @@ def test_each_variant_has_the_name_by_which_its_numbers_are_found():
             assert found and all(choose.variant_of(launch) == name for name, launch in found.items())
 
 
+def test_up_to_eight_rows_below_eight_bits_may_have_turned_products_where_mma_sync_multiplies():
+    for kv_format, target, queries in itertools.product((None, "int4"), ("sm90", "sm80", "gfx942"), (1, 2, 3)):
+        spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, kv_format=kv_format)
+        request = Request(spec, 9, queries > 1, Bounds(queries, 3000, 9 * queries), TARGETS[target].properties)
+        found = choose.variants(request, Options(kernel="portable"))[0].values()
+        rows = {launch.config.block_m for launch in found}
+        assert (8 in rows) == (kv_format == "int4" and target != "gfx942" and queries < 3), (kv_format, target, queries)
+        assert max(rows) >= 16
+
+
 def test_more_bytes_products_and_partials_take_longer():
     numbers = Numbers(2.0, 1.0, 0.5, 0.2, 0.25, 1.0, 0.05, 0.3)
     for queries, num_seqs in ((1, 40), (300, 3)):

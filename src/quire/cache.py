@@ -100,7 +100,8 @@ class PagedKVCache:
             "k8v4": keys are bytes in e4m3, [num_pages, page_size, num_kv_heads, head_dim], with a scale per token and
             head; values are those of "int4".
         k_block_scale: of nvfp4, float8_e4m3fn or its bytes, [num_pages, page_size, num_kv_heads, head_dim / 16] in
-            every layout; any strides with a contiguous last dimension.
+            every layout; any strides with a contiguous last dimension, that 4 divides where head_dim is a multiple of
+            64.
         v_block_scale: the same for values; of the same shape and strides.
 
     Attributes:

@@ -1,10 +1,13 @@
 """Kernels over caches below eight bits compile for every target, fit, and do not spill where default ones must not."""
 
+from unittest import mock
+
 import pytest
 import triton
 
+from quire import targets
 from quire.targets import TARGETS, compiling
-from tests.compile import launches
+from tests.compile import launches, loops
 from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
@@ -30,6 +33,27 @@ def test_decode_compiles_fits_and_does_not_spill(kv_format, target):
     for kernel in compiled:
         assert kernel.shared <= TARGETS[target].shared_memory
         assert target not in NO_SPILLS or kernel.spills <= BY_CHOICE, kernel
+
+
+def test_decode_in_four_bits_takes_fewer_instructions_than_in_eight():
+    taken = {}
+    for features in ("int4", "e4m3"):
+        cubins: list[bytes] = []
+        inspect = targets.inspect
+
+        def read(name, kernel, *others, cubins=cubins, inspect=inspect):
+            cubins.extend([kernel.asm["cubin"]] if name == "portable_kernel" else [])
+            return inspect(name, kernel, *others)
+
+        with mock.patch.object(targets, "inspect", read), compiling(TARGETS["sm90"]):
+            plan = launches.attend("decode, split", 128, features)
+        (loop,) = loops.attending({"cubin": cubins[0]})
+        config = plan.launch.config
+        taken[features] = len(loop) * config.num_warps / config.block_n
+        if features == "int4":
+            assert (config.block_m, config.num_warps) == (8, 1)
+            assert not loops.count_kinds(loop)["local memory"]
+    assert taken["int4"] < 0.9 * taken["e4m3"], taken
 
 
 @pytest.mark.parametrize(("kv_format", "target"), CASES)

@@ -507,7 +507,7 @@ def portable_kernel(
                 False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
                 DECODE_SCALES,
             )  # fmt: skip
-            SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_N)
+            SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_M, BESIDE_N)
             FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)
             if index < num_beside:
                 part = load_part(scratch.parts, index)
