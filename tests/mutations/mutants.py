@@ -142,8 +142,8 @@ IN_INTERPRETER = {
     ),
     "values of fewer rows not masked": Mutant(
         "kernels/primitives.py",
-        "load_tile(tl.trans(at), rows, columns, not FULL, MASKED)",
-        "load_tile(tl.trans(at), rows, columns, not FULL, False)",
+        "keep[None, :], not panel_is_full(DIM, EACH, ROWS, MOST, i), MASKED",
+        "keep[None, :], not panel_is_full(DIM, EACH, ROWS, MOST, i), False",
         BITS + "fewer_rows_than_a_product_has[int4-3]",
     ),
     "probabilities times scales beyond float16": Mutant(
@@ -463,10 +463,11 @@ IN_INTERPRETER = {
     ),
     "proof: values added to a product in tiles of more rows": Mutant(
         "kernels/states.py",
-        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
-        "    if acc.shape[0] > 16:\n"
-        "        return acc * alpha[:, None] + tl.dot(p, v, input_precision=INPUT_PRECISION)\n"
-        "    return tl.dot(p, v, acc * alpha[:, None], input_precision=INPUT_PRECISION)\n",
+        "        return multiply(p, v, acc * alpha[:, None], TURNED, INPUT_PRECISION)\n",
+        "        if acc.shape[0] > 16:\n"
+        "            return acc * alpha[:, None] + multiply(p, v, None, TURNED, INPUT_PRECISION)\n"
+        "        else:\n"
+        "            return multiply(p, v, acc * alpha[:, None], TURNED, INPUT_PRECISION)\n",
         CHUNKS_ALIKE,
     ),
     "the last partial of a second launch left out": Mutant(
