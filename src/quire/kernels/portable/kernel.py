@@ -400,7 +400,7 @@ def portable_kernel(
     scratch,  # views.Partials, or None without partitions
     scale, softcap, window_left, window_right,
     num_seqs,  # where row blocks are searched for, or None
-    num_beside,  # partitions beside row blocks, or None
+    num_beside,  # partitions next to row blocks, or None
     stride_table, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr,
@@ -414,7 +414,7 @@ def portable_kernel(
     STRIDE_UNIT: tl.constexpr, NEW_TOKENS: tl.constexpr, ENCODE: tl.constexpr,  # of Tiling, like the next
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, FUNCTION: tl.constexpr,
     FIXED_SPLIT: tl.constexpr, BOUNDS: tl.constexpr,  # of Form
-    MIN_QUERIES: tl.constexpr,  # sequences with fewer belong to partitions beside row blocks
+    MIN_QUERIES: tl.constexpr,  # sequences with fewer belong to partitions next to row blocks
     # Of partitions alone:
     PARTIAL_ROWS: tl.constexpr = 0,  # rows from one partial to the next
     MAX_DECODE_QUERIES: tl.constexpr = 0, INTERVALS: tl.constexpr = 0, MORE_INTERVALS: tl.constexpr = False,  # of Units
@@ -425,7 +425,7 @@ def portable_kernel(
     # Of Tiling:
     FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,
     DECODE_SCALES: tl.constexpr = None,
-    BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions beside row blocks
+    BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions next to row blocks
 ):  # fmt: skip
     HAS_PARTS: tl.constexpr = is_found_now is not None
     BESIDE: tl.constexpr = BESIDE_M > 0
@@ -475,7 +475,7 @@ def portable_kernel(
     outputs = Outputs(out_ptr, out_scale_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, stride_lse)
 
     if HAS_PARTS:
-        # Row blocks of partitions beside others have tiles of their own.
+        # Row blocks of partitions next to others have tiles of their own.
         ROWS: tl.constexpr = BESIDE_M if BESIDE else BLOCK_M
         TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
         U: tl.constexpr = Units(
