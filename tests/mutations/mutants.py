@@ -739,7 +739,7 @@ IN_INTERPRETER = {
         LATENTS + "latents.py",
         "stage = quarters.acquire(i)",
         "stage = quarters.stage_of(i)",
-        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-None]",
+        SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents[16-narrow-None]",
     ),
     "latents on Hopper: probabilities not fenced": Mutant(
         LATENTS + "many_rows.py",
