@@ -46,7 +46,7 @@ help:
 	@echo "make test      run every suite that needs no GPU, with the newest versions and the oldest compiler, two at a time; soonest: make -j2 -O test"
 	@echo "make test-quick  run what answers within two minutes, while you work"
 	@echo "make test-extended  run more cases of what the tests show, which make test leaves out, on the newest versions"
-	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, and test-mutants; takes hours"
+	@echo "make test-matrix  run the compile suite for Hopper GPUs and the interpreter on each Triton, each engine, test-extended and test-mutants; takes hours"
 	@echo "make test-mutants  break the package in some 200 generated ways; too few that are noticed are a failure"
 	@echo "make test-installs  ask pip whether every install line can be met from PyPI alone; needs a network"
 	@echo "make dist      build wheels and source archives, install the wheels into an empty environment, run the README and the archive's tests there"
@@ -149,7 +149,7 @@ test-quick: $(VENV)/.ready
 	$(PYTEST) $(IN_PARALLEL) $(NOT_QUICK:%=--ignore tests/%) -m "$(BY_DEFAULT) and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels -m "$(BY_DEFAULT) and not slow"
 
-# Each kind of Gluon kernel: the newest Triton takes twice the time to compile one, and leaves most to this one.
+# Each kind of Gluon kernel: the newest Triton takes twice the time to compile one, and leaves them to this one.
 test-old-triton: $(VENV)/.ready $(OLD_TRITON)/.ready
 	@echo "== Triton 3.6.0: compile suite"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "$(BY_DEFAULT) and (each_kind or amd)"
@@ -167,9 +167,10 @@ test-mutants: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --count $(MUTANTS)
 MUTANTS ?= 200
 
-# The ends and a middle of every range of versions that is served, and mutants. It takes hours, so a nightly workflow runs it.
+# The ends and a middle of every range of versions that is served, extended cases and mutants. It takes hours, so a nightly
+# workflow runs it.
 MATRIX := $(TRITON_MATRIX:%=test-triton-%) $(VLLM_MATRIX:%=test-vllm-%) $(SGLANG_MATRIX:%=test-sglang-%) \
-	$(TRANSFORMERS_MATRIX:%=test-transformers-%) test-mutants
+	$(TRANSFORMERS_MATRIX:%=test-transformers-%) test-extended test-mutants
 test-matrix: $(MATRIX)
 list-matrix:
 	@$(PYTHON) -c 'import json, sys; print(json.dumps(sys.argv[1:]))' $(MATRIX)
@@ -187,18 +188,15 @@ test-transformers-%: $(VENV)/.ready .overlays/transformers-%/.ready
 test-vllm: $(VLLM:%=test-vllm-%)
 # The newest also runs the example, judges mutants, and compares bits: these are of Quire's code, which is the same under all.
 test-vllm-$(lastword $(VLLM)): MORE := tests/test_examples.py tests/mutations
-test-vllm-$(lastword $(VLLM)): BITS := tests/engines/test_vllm_bits.py
 # The newer model runner, which the oldest has for GPUs alone. vLLM takes Triton for missing where it finds no driver, unless
 # CUDA_VISIBLE_DEVICES is empty.
 RUNNER := tests/engines/test_vllm_v2.py
+test-vllm-$(lastword $(VLLM)): RUNNER += tests/engines/test_vllm_bits.py
 test-vllm-$(firstword $(VLLM)): RUNNER :=
-# The oldest leaves out a few that take long, and that show less of what differs between versions.
-test-vllm-$(firstword $(VLLM)): BUT := and not slow
 test-vllm-%: .overlays/vllm-%/.ready $(OLD_TRANSFORMERS)/.ready
 	@echo "== vLLM $*"
 	PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) $(PYTEST) tests/engines/test_vllm*.py $(MORE) -k vllm -m "$(BY_DEFAULT) $(BUT)"
-	$(if $(BITS),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) TRITON_INTERPRET=1 $(PYTEST) $(BITS))
-	$(if $(RUNNER),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) $(RUNNER))
+	$(if $(RUNNER),PYTHONPATH=.overlays/vllm-$*:$(VLLM_NEEDS):$(OLD_TRANSFORMERS) CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) $(RUNNER) -m "$(BY_DEFAULT) $(BUT)")
 
 # Asks pip, for each install line of the repository, whether PyPI alone can meet it. Nothing is installed. It needs a network.
 test-installs: $(VENV)/.ready
@@ -214,7 +212,7 @@ dist: $(VENV)/.ready
 test-sglang: $(SGLANG:%=test-sglang-%)
 test-sglang-%: $(VENV)/.ready .overlays/sglang-%/.ready
 	@echo "== SGLang $*"
-	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_dsa.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py
+	PYTHONPATH=.overlays/sglang-$*:$(SGLANG_NEEDS) $(PYTEST) tests/engines/test_sglang.py tests/engines/test_sglang_dsa.py tests/engines/test_sglang_kit.py tests/engines/test_sglang_scheduler.py -m "$(BY_DEFAULT) $(BUT)"
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tools tests scripts examples

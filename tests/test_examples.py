@@ -66,6 +66,7 @@ def test_one_file_is_short_and_needs_torch_and_triton_alone():
     assert len(source.splitlines()) <= 500
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(VLLM is not None, reason="vLLM is installed")
 def test_the_vllm_example_says_how_to_install_vllm():
     done = run(str(EXAMPLES / "vllm_offline.py"))

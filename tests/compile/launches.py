@@ -8,6 +8,7 @@ import triton
 import quire
 from quire.dispatch.request import cdiv
 from quire.targets import TARGETS
+from tests.extended import OLDEST
 
 BATCHES = {  # sequences, queries and keys of each; query tokens of the batch, if lengths differ
     "decode, short": (1, 1, 128),
@@ -86,8 +87,6 @@ COMPILED = [name for name in (*FEATURES, *COMBINED) if name not in TOGETHER]
 # Kernels that find a schedule, before the first layer of a step.
 SCHEDULES = ("schedule_kernel", "mla_schedule_kernel", "hopper_schedule_kernel")
 TUNED = ("sm90", "gfx942")  # targets with a tree, where default configurations must not spill
-OLDEST = "3.6.0"  # the oldest Triton that is served; a feature is compiled for one tuned target there
-OF_ENGINES = "3.8.0"  # the Triton of the newest engines that are served
 OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 72 bytes
     "many, with lse": ("chunk, split", 128),
     "float16": ("chunk, split", 128),
@@ -95,16 +94,17 @@ OUT_OF_TURN = {  # prompts of sm90: some are cut; cut e4m3 of 128 spills 72 byte
     "pages of 528, MQA": ("prefill", 128),  # with two kinds of boxes
 }
 PROMPTS = (("prompt", 128), ("prefill", 64), ("prompt", 256))
-# By default, sm90 compiles these features, of which all but products in fp8 have portable kernels: a Gluon kernel takes
-# twice the time. The tests of each kind of Hopper kernel compile it with the oldest Triton.
-BY_SM90 = ("float32", "e4m3", "fp8 products", "float32, e4m3", "trees, window", "int4", "nvfp4", "k8v4")
-PLAIN_BY_DEFAULT = (
-    *(("sm90", "decode", 128), ("sm90", "prefill", 192), ("sm90", "mixed", 128)),
-    *(("gfx942", "prompt", 256), ("gfx942", "decode, short", 128)),
+# By default, these are compiled to machine code: a launch of each target that has no record (`static.CARDS`), and a few
+# features whose loops differ most. Of all features, Triton's first stage is run. The oldest Triton compiles Gluon
+# kernels, in half the time.
+BY_DEFAULT = (
+    *(("sm80", "plain", "prefill"), ("sm86", "plain", "decode, split"), ("sm89", "plain", "prefill")),
+    *(("gfx90a", "plain", "prefill"), ("sm90", "plain", "decode"), ("sm90", "plain", "mixed")),
+    *(("gfx942", "many, with lse", "decode"), ("sm90", "float32", "prompt"), ("sm90", "k8v4", "prompt")),
 )
 OLDEST_BY_DEFAULT = (
-    *(("sm90", "plain", "decode, split"), ("sm90", "plain", "chunk, split"), ("gfx942", "plain", "prefill")),
-    *(("sm90", "tf32", "prefill"), ("sm90", "pages of 1, flat, groups of 5", "prompt")),
+    *(("sm90", "plain", "chunk, split"), ("gfx942", "plain", "prefill")),
+    *(("sm90", "tf32", "prefill"), ("sm90", "fp8 products", "prompt")),
 )
 
 
@@ -132,19 +132,9 @@ def selection(target: str, features: str) -> list[tuple[str, int]]:
 
 
 def is_extended(target: str, features: str, batch: str, head_dim: int) -> bool:
-    """Return whether a launch of `selection` only repeats what others show.
-
-    One target has a feature: sm90 where its kernel is portable, otherwise gfx942. Of launches without features, a
-    target with a tree has a few of different kernels, and another target has one, in turn. The oldest Triton compiles
-    few launches of each kernel.
-    """
-    if triton.__version__ == OLDEST:
-        return (target, features, batch) not in OLDEST_BY_DEFAULT
-    if features != "plain":
-        return target != ("sm90" if features in BY_SM90 else "gfx942")
-    if target in TUNED:
-        return (target, batch, head_dim) not in PLAIN_BY_DEFAULT
-    return head_dim in ODD_HEAD_DIMS or batch == ("decode, split", "prefill")[list(TARGETS).index(target) % 2]
+    """Return whether a launch of `selection` only repeats what others show."""
+    wanted = OLDEST_BY_DEFAULT if triton.__version__ == OLDEST else BY_DEFAULT
+    return (target, features, batch) not in wanted or head_dim in ODD_HEAD_DIMS
 
 
 def plain_selection(target: str) -> list[tuple[str, int]]:
@@ -283,19 +273,6 @@ LATENT_LAUNCHES = {  # of each target, the kind of latents and the batch: no tar
     "gfx942": (
         ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
         ("odd widths", "decode"),
-    ),
-    "gfx950": (("records, float16", "decode"),),
-}  # fmt: skip
-
-
-MORE_LATENT_LAUNCHES = {  # those whose kind, or one like it, and batch other launches have
-    "sm86": (("bfloat16", "prompt"),),
-    "gfx90a": (("no rotary columns", "decode"),),
-    "sm80": (("bfloat16", "decode"), ("e4m3", "decode"), ("records, float16", "one long")),
-    "sm90": (("bfloat16", "many heads"), ("bfloat16", "prompt"), ("e4m3", "many heads"), ("records", "decode")),
-    "sm100": (("bfloat16", "drafts"), ("records of 528 bytes", "decode")),
-    "gfx942": (
-        ("bfloat16", "one long"), ("bfloat16", "many heads"), ("no rotary columns", "prompt"), ("e4m3", "drafts"),
     ),
     "gfx950": (("records, float16", "decode"),),
 }  # fmt: skip

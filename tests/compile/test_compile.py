@@ -10,7 +10,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -39,9 +38,9 @@ from quire.kernels.portable import kernel as portable
 from quire.kernels.portable.launch import PortableLaunch
 from quire.targets import TARGETS, Compiled, Launch, compiling
 from quire.triton_internals import hash_callees
-from tests.compile import launches, loops
+from tests.compile import launches, loops, static
 from tests.compile.launches import TUNED
-from tests.extended import each_kind, extended
+from tests.extended import OLDEST, each_kind, extended, of_tritons_in_use
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -57,7 +56,7 @@ ON_THE_STACK = {"hopper_kernel": 88, "mla_hopper_kernel": 96}
 # Bytes that these Tritons put there besides, of what is read once for a work tile. No loop of a consumer reads them.
 MORE_ON_THE_STACK = {"3.7.1": 56, "3.8.0": 56}.get(triton.__version__, 0)
 # Most instructions that use it in a consumer's loop, in a tile that raises no maximum. GPUs were measured with 3.6.0.
-IN_LOOPS = 0 if triton.__version__ == launches.OLDEST else 2
+IN_LOOPS = 0 if triton.__version__ == OLDEST else 2
 ON_THE_STACK_OF_GATHERERS = 160  # four producer warps take registers from the others; 152 are heads of 256 on 3.9.0
 ON_THE_STACK_OF_INTERVALS = 104  # e4m3 with Triton 3.9.0, outside of the loops of the consumers; 32 with 3.6.0
 ON_THE_STACK_OF_E4M3_OUTPUTS = 136  # of head_dim 256 with Triton 3.9.0, outside of the loops of the consumers
@@ -76,7 +75,6 @@ ON_THE_STACK_OF_CAPPED = {64: (0, 0), 128: (24, 40), 256: (16, 80)}  # of 128 be
 IN_CAPPED_LOOPS = {64: (0, 0), 128: (0, 1), 256: (0, 1)}
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
-WRITTEN = (*NO_SPILLS, "gfx950")  # of whose writes and copies some are no extended cases
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
 # Defaults of sm90 that do spill, with the most bytes that any Triton spills: they must not grow.
 # Of 256 columns, 128 rows are kept: 7 x 118 on 11,710 took 687 us, and 1,098 with 16 rows (NVIDIA H200, 2026-11-29).
@@ -86,10 +84,7 @@ KNOWN_SPILLS = {
     ("int4", "prompt", 128): 152,  # 32 rows, which have not been timed
     ("nvfp4", "prefill", 64): 48,  # with Triton 3.7.1
 }
-CHOSEN_BY_DEFAULT = (
-    *(("sm86", "tokens"), ("sm89", "slots of records")),
-    *(("sm90", "slots of records"), ("gfx942", "blocks")),
-)
+CHOSEN_BY_DEFAULT = (*(("sm90", "slots of records"), ("gfx942", "blocks")),)
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(
         *(target, features, batch, dim),
@@ -112,14 +107,6 @@ CASES += [
 ]
 
 
-def of_tritons_in_use(test: Callable) -> Callable:
-    """Mark a test of one more kind of Hopper kernel: by default the oldest Triton and that of engines run it.
-
-    They compile this kernel in less time than the newest, and engines run with them.
-    """
-    return test if triton.__version__ in (launches.OLDEST, launches.OF_ENGINES) else pytest.mark.extended(test)
-
-
 def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
     """Return the kernels but those that find a schedule, which have one warp, no tiles and nothing on the stack.
 
@@ -133,7 +120,6 @@ def without_schedules(compiled: list[Compiled]) -> list[Compiled]:
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "max_seq_len", "featured"),
@@ -164,7 +150,6 @@ def test_the_hopper_kernel_of_every_kind_of_width_compiles_and_fits(head_dim, he
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(("group_size", "queries", "heads"), [extended(5, 16, 5), extended(7, 64, 7)])
 def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, heads, assembled):
@@ -180,13 +165,12 @@ def test_the_hopper_kernel_of_odd_groups_compiles_and_fits(group_size, queries, 
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len"),
     [
         ({"head_dim": 40}, 1, 1024),
-        ({"head_dim": 64}, 4, 1024),
+        extended({"head_dim": 64}, 4, 1024),
         extended({"head_dim": 24, "head_dim_v": 200}, 2, 4096),
         extended({"head_dim": 256}, 1, 4096),
         ({"head_dim": 256}, 131, 4096),
@@ -216,7 +200,6 @@ INTERVALS = ("key_begin", "key_end")
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra", "page_size"),
@@ -251,7 +234,6 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("extra", "page_size", "max_seq_len", "num_tokens", "on_the_stack"),
@@ -309,9 +291,8 @@ def test_the_hopper_kernel_that_cuts_ragged_batches_compiles_and_fits(
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
-@pytest.mark.parametrize("head_dim", [64, 128, extended(256)], ids="sm90-{}".format)
+@pytest.mark.parametrize("head_dim", [extended(64), 128, extended(256)], ids="sm90-{}".format)
 def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assembled):
     """Its softmax overlaps its product with values. Its loop waits for products twice."""
     wanted = launches.Features({"softcap": 30.0}, lse=True)
@@ -321,7 +302,7 @@ def test_the_hopper_kernel_of_capped_scores_compiles_and_fits(head_dim, assemble
     assert plan.kernel == "hopper" and plan.launch.constexprs()["SCORE_MOD"] is capped_exponents
     kernel = without_schedules(compiled)[0]
     print(kernel)
-    is_newer = triton.__version__ != launches.OLDEST
+    is_newer = triton.__version__ != OLDEST
     assert kernel.spills <= ON_THE_STACK_OF_CAPPED[head_dim][is_newer] + MORE_ON_THE_STACK, kernel
     assert kernel.shared <= TARGETS["sm90"].shared_memory, kernel
     assert kernel.occupancy == plan.launch.config.programs_per_sm, kernel
@@ -389,33 +370,49 @@ def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch,
 
 
 def test_every_target_and_every_feature_has_its_turn():
-    """The rotation leaves none out, nor do the cases that are not extended.
+    """The rotation leaves none out. By default, targets that have no record are compiled for, and tuned ones.
 
     Of two tuned targets, one compiles a feature with the oldest Triton and the other one with the newest, or both do.
     """
-    is_oldest = triton.__version__ == launches.OLDEST
     others = [target for target in TARGETS if target not in TUNED]
-    rotation = [case for case in CASES if case.values in ROTATION]
-    by_default = {case.values[:2] for case in rotation if pytest.mark.extended not in case.marks}
-    every = {case.values[:2] for case in rotation}
+    by_default = {case.values[:3] for case in CASES if pytest.mark.extended not in case.marks}
+    every = {case[:2] for case in ROTATION}
+    assert by_default == set(launches.OLDEST_BY_DEFAULT if triton.__version__ == OLDEST else launches.BY_DEFAULT)
+    assert {target for target, _, _ in launches.BY_DEFAULT} | {*static.CARDS} == set(TARGETS)
     assert {target for target, features in every if features == "plain"} == set(TARGETS)
-    assert {target for target, features in every if features != "plain"} == set(TARGETS)
-    if is_oldest:
-        assert {case[:2] for case in launches.OLDEST_BY_DEFAULT} == by_default
-        assert {target for target, _ in by_default} == set(TUNED)
-    else:
-        assert {target for target, features in by_default if features == "plain"} == set(TARGETS)
     for turn, features in enumerate(launches.COMPILED):
         if features in ("plain", "fp8 products"):
             continue
         of_tuned, of_others = (
             [target for target in targets if (target, features) in every] for targets in (TUNED, others)
         )
-        assert of_tuned == ([TUNED[turn % 2]] if is_oldest else [*TUNED]) and len(of_others) == 1, features
-        if not is_oldest:
-            (target,) = (target for target in TARGETS if (target, features) in by_default)
-            assert target == ("sm90" if features in launches.BY_SM90 else "gfx942"), features
-    assert is_oldest or ("sm90", "fp8 products") in by_default
+        assert of_tuned == ([TUNED[turn % 2]] if triton.__version__ == OLDEST else [*TUNED]), features
+        assert len(of_others) == 1, features
+
+
+# Of which other tests run this stage, or all of them.
+PASSED_ELSEWHERE = {
+    *("plain", "fp8 products", "many, with lse", "float32", "e4m3", "int8 per token", "vLLM's original", "trees"),
+    *("sinks, lse, e4m3 output", "int4", "k8v4"),
+}
+
+
+@pytest.mark.parametrize(
+    "features", [extended(name) if name in PASSED_ELSEWHERE else name for name in launches.COMPILED]
+)
+def test_every_feature_passes_the_first_stage(features, first_stages):
+    """Of portable kernels. What is not Triton's language, which the interpreter does not notice, ends there."""
+    for batch, head_dim in launches.selection("gfx942", features):
+        with compiling(TARGETS["gfx942"]):
+            launches.attend(batch, head_dim, features)
+    assert "portable_kernel" in [name for name, *_ in first_stages]
+
+
+@pytest.mark.parametrize("features", [name for name in launches.LATENTS if "e4m3" in name or "records" in name])
+def test_latents_of_every_kind_pass_the_first_stage(features, first_stages):
+    with compiling(TARGETS["sm80"]):
+        launches.attend_to_latents("decode", features)
+    assert "mla_kernel" in [name for name, *_ in first_stages]
 
 
 def test_prompts_in_pages_of_528_have_boxes_of_two_kinds():
@@ -457,7 +454,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
 E4M3_OUTPUT = "sinks, lse, e4m3 output"
 
 
-@pytest.mark.parametrize("target", [x if x in (*NO_SPILLS, "gfx950") else extended(x) for x in TARGETS])
+@pytest.mark.parametrize("target", [x if x in ("sm80", "gfx950") else extended(x) for x in TARGETS])
 def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
     """Elsewhere bits are stored. The functions that round are those of the write kernel, which is compiled whole."""
     texts = {}
@@ -475,7 +472,6 @@ def test_the_compiler_rounds_outputs_to_e4m3_where_it_can(target, first_stages):
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("batch", "head_dim", "extra"),
@@ -522,7 +518,7 @@ def test_an_output_in_e4m3_of_the_hopper_kernel_for_latents_is_refused_before_a_
     assert [name for name, _, _ in first_stages] == ["schedule_kernel", "mla_kernel"]
 
 
-@pytest.mark.parametrize("target", [x if x in TUNED else extended(x) for x in TARGETS])
+@pytest.mark.parametrize("target", [x if x == "gfx942" else extended(x) for x in TARGETS])
 def test_heads_wider_than_256_compile_fit_and_do_not_spill(target, assembled):
     """A block of 64 rows would spill: 64 x 512 accumulators take half of the registers that eight warps have.
 
@@ -541,7 +537,7 @@ def test_heads_wider_than_256_compile_fit_and_do_not_spill(target, assembled):
             allowed = BY_CHOICE if kernel.registers < REGISTERS else 0
             if kernel.kernel == "hopper_kernel":
                 allowed = ON_THE_STACK_OF_WIDE_HEADS
-                most = 4 if triton.__version__ == launches.OLDEST else 6
+                most = 4 if triton.__version__ == OLDEST else 6
                 for loop in loops.attending(assembled[-1]):
                     assert loops.count_kinds(loop)["local memory"] <= most, loops.describe(loop)
             assert kernel.spills <= allowed, kernel
@@ -564,15 +560,15 @@ def test_products_in_fp8_change_nothing_on_targets_without_them(target):
     ("target", "features", "head_dim", "batch_invariant"),
     [
         extended("sm90", "plain", 64, False),
-        each_kind("sm90", "plain", 128, False),
+        pytest.param("sm90", "plain", 128, False, marks=pytest.mark.each_kind),
         extended("sm90", "plain", 256, False),
         extended("sm90", "plain", 128, True),
-        each_kind("sm90", "e4m3", 128, False),
+        pytest.param("sm90", "e4m3", 128, False, marks=pytest.mark.each_kind),
         extended("sm90", "e4m3", 256, True),
         ("sm90", "plain", 256, True),
         extended("sm80", "plain", 256, True),
         extended("gfx942", "plain", 64, True),
-        ("gfx942", "plain", 256, True),
+        extended("gfx942", "plain", 256, True),
         extended("gfx942", "e4m3", 128, True),
         extended("gfx942", "e4m3", 256, False),
     ],
@@ -598,7 +594,7 @@ def test_decode_keeps_its_loads_in_flight_and_does_not_spill(target, features, h
 
 @pytest.mark.parametrize(
     ("target", "batch"),
-    [extended("sm90", "prefill"), ("sm90", "drafts"), ("gfx942", "prefill"), extended("sm80", "prefill")],
+    [extended("sm90", "prefill"), extended("sm90", "drafts"), ("gfx942", "prefill"), extended("sm80", "prefill")],
 )
 def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, batch):
     with compiling(TARGETS[target]) as compiled:
@@ -636,11 +632,10 @@ def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads
     print(kernel)
     assert plan.launch.config.block_m == rows and plan.launch.fallback.config.block_m == 16
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy == 2, kernel
-    assert kernel.spills <= on_the_stack[triton.__version__ != launches.OLDEST] + MORE_ON_THE_STACK, kernel
+    assert kernel.spills <= on_the_stack[triton.__version__ != OLDEST] + MORE_ON_THE_STACK, kernel
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("head_dim", "on_the_stack", "in_loop"),
@@ -658,18 +653,17 @@ def test_the_hopper_kernel_of_batch_invariant_plans_fits_with_wide_heads(head_di
     print(kernel)
     assert kernel.kernel == "hopper_kernel" and plan.launch.column_parts == head_dim // 128
     assert kernel.shared <= TARGETS["sm90"].shared_memory and kernel.occupancy == 1, kernel
-    is_newer = triton.__version__ != launches.OLDEST
+    is_newer = triton.__version__ != OLDEST
     assert kernel.spills <= on_the_stack[is_newer] + MORE_ON_THE_STACK, kernel
     for loop in loops.attending(assembled[0]):
         assert loops.count_kinds(loop)["local memory"] <= in_loop[is_newer], loops.describe(loop)
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("queries", "num_q_heads", "head_dim"),
-    [extended(64, 16, 256), (64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
+    [extended(64, 16, 256), extended(64, 32, 128), extended(4096, 16, 256), (4096, 32, 128)],
 )
 def test_wgmma_of_batch_invariant_portable_kernels_do_not_wait_for_one_another(
     queries, num_q_heads, head_dim, assembled
@@ -709,8 +703,7 @@ def test_states_of_splits_are_folded_without_spills(target, queries, seq_len):
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
-@of_tritons_in_use
+@pytest.mark.extended
 def test_batch_invariant_prompts_with_wide_values_fit():
     spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=8, head_dim=256, dtype=torch.bfloat16)
     launch = Launch(spec, 1, 4096, 4096, 4096, options=(("batch_invariant", True),))
@@ -721,10 +714,10 @@ def test_batch_invariant_prompts_with_wide_values_fit():
 
 
 APPENDS = [  # a tuned target has every kind of cache and of batch, others one
-    ("sm90", "decode, 64", 128, "plain"), each_kind("sm90", "decode, 64", 128, "e4m3"),
-    ("sm90", "drafts", 128, "trees"), ("sm90", "decode, split", 256, "MQA"),
+    ("sm90", "decode, 64", 128, "plain"), extended("sm90", "decode, 64", 128, "e4m3"),
+    ("sm90", "drafts", 128, "trees"), extended("sm90", "decode, split", 256, "MQA"),
     extended("sm90", "decode, short", 64, "plain"), extended("sm90", "drafts", 128, "e4m3"),
-    ("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
+    extended("gfx942", "decode, 64", 128, "e4m3"), extended("gfx942", "drafts", 64, "plain"),
     extended("gfx942", "decode, split", 256, "MQA"),
     extended("sm80", "decode, 64", 128, "e4m3"), extended("sm80", "decode, split", 64, "plain"),
     extended("sm86", "decode, 64", 64, "vLLM's original"), extended("sm89", "drafts", 128, "e4m3"),
@@ -753,10 +746,12 @@ def test_a_launch_that_writes_new_tokens_compiles_fits_and_does_not_spill(target
 
 ROTATIONS = [  # batch, width, features, and what is rotated: by default, all of a head, NeoX's pairs, with a norm
     extended("sm90", "decode, 64", 128, "plain", {}), ("sm90", "decode, 64", 128, "e4m3", {}),
-    each_kind("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
-    extended("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}), ("sm90", "decode, split", 256, "MQA", {"rope": False}),
+    extended("sm90", "decode, 64", 128, "plain", {"rotary_dim": 96, "interleaved": True, "qk_norm": False}),
+    extended("sm90", "drafts", 128, "e4m3", {"rotary_dim": 64}),
+    extended("sm90", "decode, split", 256, "MQA", {"rope": False}),
     extended("gfx942", "decode, 64", 128, "e4m3", {}), extended("gfx942", "drafts", 64, "plain", {"interleaved": True}),
-    extended("sm80", "decode, 64", 128, "plain", {}), ("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
+    extended("sm80", "decode, 64", 128, "plain", {}),
+    extended("sm80", "decode, split", 64, "plain", {"qk_norm": False}),
     extended("sm89", "drafts", 128, "e4m3", {"interleaved": True}), extended("sm100", "decode, 64", 128, "plain", {}),
 ]  # fmt: skip
 
@@ -826,6 +821,7 @@ assert threading.active_count() == 1, "one that still ends would write to a clos
 """
 
 
+@of_tritons_in_use
 def test_processes_that_compiled_gluon_end_without_a_word(tmp_path):
     """In a process of its own, since Triton's bindings print nothing at the end of one that imports pytest."""
     here = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # empty: from a full one, nothing would be compiled
@@ -874,7 +870,7 @@ def test_a_launch_without_a_part_has_none_of_its_code(part, batch, features, mon
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("num_q_heads", "allow_fp8"), [(16, False), (128, False), (128, True)])
+@pytest.mark.parametrize(("num_q_heads", "allow_fp8"), [(16, False), extended(128, False), (128, True)])
 def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_heads, allow_fp8, first_stages):
     """The first stage puts 1 for it. A test below compiles the kernel with a scale to the end."""
     spec = quire.AttentionSpec.mla(
@@ -893,7 +889,7 @@ def test_the_mla_kernel_for_hopper_gpus_takes_fp8_latents_without_a_scale(num_q_
     [
         case
         for x in TARGETS
-        for case in ((each_kind(x, 9) if x == "sm90" else (x, 9)) if x in WRITTEN else extended(x, 9), extended(x, 3))
+        for case in ({"sm90": each_kind, "gfx950": pytest.param}.get(x, extended)(x, 9), extended(x, 3))
     ],
 )
 def test_writes_copies_and_merges_compile_and_do_not_spill(target, share):
@@ -957,16 +953,17 @@ def test_the_suite_sees_a_spill(target, block_m, block_n, monkeypatch):
 
 # Records are served, but not fast. The loop over tiles of float32 has products without tensor cores.
 LATENTS_MAY_SPILL = ("odd widths", *(name for name in launches.LATENTS if "records" in name))
+LATENTS_BY_DEFAULT = {
+    ("sm90", "bfloat16", "decode"): each_kind,
+    ("sm80", "no rotary columns", "drafts"): pytest.param,
+    ("gfx942", "odd widths", "decode"): pytest.param,
+}
 
 
 @pytest.mark.parametrize(
     ("target", "features", "batch"),
     [
-        (
-            extended(target, *launch)
-            if launch in launches.MORE_LATENT_LAUNCHES.get(target, ())
-            else (each_kind if (target, *launch) == ("sm90", "bfloat16", "decode") else pytest.param)(target, *launch)
-        )
+        LATENTS_BY_DEFAULT.get((target, *launch), extended)(target, *launch)
         for target in TARGETS
         for launch in launches.LATENT_LAUNCHES[target]
     ],
@@ -1009,17 +1006,16 @@ def test_attention_to_chosen_keys_compiles_and_fits(target, features):
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize("are_slots", [True, extended(False)])
 @pytest.mark.parametrize(
     ("num_q_heads", "layout"),
     [
         (16, "NHD"),
-        (16, "fp8_ds_mla"),
+        extended(16, "fp8_ds_mla"),
         extended(32, "NHD"),
         extended(32, "fp8_ds_mla"),
-        (128, "NHD"),
+        extended(128, "NHD"),
         (128, "fp8_ds_mla"),
     ],
 )
@@ -1041,9 +1037,7 @@ def test_the_kernel_of_chosen_keys_for_hopper_gpus_does_not_spill(num_q_heads, l
     assert combine.spills == 0, combine
 
 
-@pytest.mark.parametrize(
-    "target", [target if target in ("sm86", "sm90", "gfx942") else extended(target) for target in TARGETS]
-)
+@pytest.mark.parametrize("target", [target if target == "sm90" else extended(target) for target in TARGETS])
 def test_what_comes_before_chosen_keys_compiles_and_fits(target):
     with compiling(TARGETS[target]) as compiled:
         launches.choose_keys()
@@ -1055,7 +1049,12 @@ def test_what_comes_before_chosen_keys_compiles_and_fits(target):
 
 @pytest.mark.parametrize(
     ("target", "features"),
-    [extended("sm80", "bfloat16"), extended("sm89", "e4m3"), ("sm90", "bfloat16"), extended("gfx942", "bfloat16")],
+    [
+        extended("sm80", "bfloat16"),
+        extended("sm89", "e4m3"),
+        extended("sm90", "bfloat16"),
+        extended("gfx942", "bfloat16"),
+    ],
 )
 def test_batch_invariant_attention_over_latents_fits(target, features):
     """The loop stores the states of splits through shared memory, which must fit next to the tiles."""
@@ -1068,7 +1067,7 @@ def test_batch_invariant_attention_over_latents_fits(target, features):
 
 
 @pytest.mark.parametrize(
-    ("target", "batch"), [extended("sm80", "decode"), ("sm90", "decode"), extended("sm90", "many heads")]
+    ("target", "batch"), [extended("sm80", "decode"), each_kind("sm90", "decode"), extended("sm90", "many heads")]
 )
 def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
     """Shared memory holds the queries, and two tiles in flight: keys and values are not two copies of a tile."""
@@ -1081,7 +1080,6 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize(
     ("num_q_heads", "kv_dtype", "blocks"),
@@ -1108,7 +1106,6 @@ def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype, bl
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @of_tritons_in_use
 @pytest.mark.parametrize("num_q_heads", [16, 128])
 def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):

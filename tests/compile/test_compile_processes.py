@@ -18,7 +18,6 @@ from quire import targets
 from quire.compile_ahead import processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
 from quire.targets import TARGETS, compiling
-from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -43,7 +42,8 @@ def warm_up_of(kind: str) -> tuple[quire.AttentionSpec, quire.PagedKVCache, dict
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("kind", [extended("latents"), "e4m3, rotated"])
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["latents", "e4m3, rotated"])
 def test_a_warm_up_for_sm90_finds_what_another_process_compiled(kind, tmp_path, monkeypatch):
     """All kernels but the one that writes, which the warm-up compiles first."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -131,8 +131,9 @@ print(*(kernel.cache_key for kernel in kernels))
 
 
 @pytest.mark.hopper
-def test_keys_in_triton_s_cache_do_not_depend_on_the_order_of_launches_sm90():
-    """Before Triton 3.9 they did. The name has a target in it, so that the oldest Triton runs this test too."""
+@pytest.mark.extended
+def test_keys_in_triton_s_cache_do_not_depend_on_the_order_of_launches():
+    """Before Triton 3.9 they did."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     forwards, backwards = (
         subprocess.check_output([sys.executable, "-c", ORDERS, step], text=True, env=environment).split()

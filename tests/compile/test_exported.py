@@ -76,8 +76,8 @@ def pages(target: str = "sm90") -> quire.PagedKVCache:
 
 
 HERE = [
-    pytest.param("sm90", marks=[pytest.mark.hopper, pytest.mark.each_kind]),
-    pytest.param("gfx942", marks=pytest.mark.amd),
+    pytest.param("sm90", marks=pytest.mark.hopper),
+    pytest.param("gfx942", marks=[pytest.mark.amd, pytest.mark.extended]),
 ]
 
 
@@ -93,7 +93,6 @@ def test_a_start_with_exported_kernels_compiles_nothing(target, export, empty_ca
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 def test_the_environment_names_exported_kernels_that_an_early_warm_up_loads_sm90(export, empty_cache, monkeypatch):
     folder = export("sm90")
     monkeypatch.setenv(exported.VARIABLE, str(folder))
@@ -159,7 +158,6 @@ def change(folder: Path, here: Path, what: str) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.each_kind
 @pytest.mark.parametrize(
     ("what", "says"),
     [

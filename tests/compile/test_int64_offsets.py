@@ -17,7 +17,7 @@ import quire
 from quire.kernels.launcher import launch
 from quire.targets import TARGETS, compiling
 from tests.compile import launches
-from tests.extended import extended
+from tests.pairs import in_turn
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -56,9 +56,11 @@ def wrong(compiled: list) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    "features", ["many, with lse", extended("e4m3"), "int8 per token", "vLLM's original", extended("other value width")]
+    *in_turn(
+        features=["many, with lse", "int8 per token", "vLLM's original", "e4m3", "other value width"],
+        wide=[False, True],
+    )
 )
 def test_strides_are_multiplied_as_int64(features, wide, first_stages, monkeypatch):
     monkeypatch.setattr(quire.PagedKVCache, "has_wide_offsets", wide)

@@ -49,7 +49,7 @@ def test_targets_without_wgmma_and_tensor_memory_have_mma_sync_alone():
         ("sm80", LLAMA, DECODE, (16, 64, 4, 3)),
         extended("sm89", LLAMA, DRAFTS, (32, 64, 4, 3)),
         extended("sm120", LLAMA, PROMPT, (64, 64, 4, 2)),
-        ("sm89", WIDE, PROMPT, (64, 32, 4, 3)),  # with a tile more it would exceed 99 KB
+        extended("sm89", WIDE, PROMPT, (64, 32, 4, 3)),  # with a tile more it would exceed 99 KB
         extended("sm80", WIDE, PROMPT, (128, 64, 8, 2)),
         extended("sm86", NARROW, PROMPT, (64, 128, 4, 3)),
         extended("sm89", LLAMA | {"kv_dtype": torch.float8_e4m3fn}, DECODE, (16, 128, 4, 3)),
@@ -82,7 +82,7 @@ def test_cards_with_99_kb_have_a_tile_in_flight_while_one_is_multiplied(heads):
         ("sm80", LLAMA, CHUNK),
         extended("sm80", LLAMA, PROMPT),
         extended("sm89", WIDE, PROMPT),
-        ("sm80", WIDE, PROMPT),
+        extended("sm80", WIDE, PROMPT),
         extended("sm120", WIDE, PROMPT),
     ],
 )

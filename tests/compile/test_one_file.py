@@ -11,7 +11,7 @@ import triton
 
 from quire.targets import TARGETS, Compiled, Target, inspect
 from quire.triton_internals import StubDriver, compiled_for, driven_by
-from tests.extended import some_extended
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -21,6 +21,7 @@ LAUNCHES = {  # queries and keys of each sequence, head_dim, and which kernels t
     "chunk": ([(80, 16384)], 128, ["attend_kernel", "combine_kernel"]),
     "prompt, heads of 64": ([(2048, 2048)], 64, ["attend_kernel"]),
 }
+BY_DEFAULT = [("sm90", "decode")]
 MOST_SPILLED = 128  # bytes
 
 
@@ -52,8 +53,14 @@ def one_file(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("launch", some_extended(LAUNCHES, {"prompt, heads of 64"}))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("target", "launch"),
+    [
+        (target, launch) if (target, launch) in BY_DEFAULT else extended(target, launch)
+        for target in TARGETS
+        for launch in LAUNCHES
+    ],
+)
 def test_one_file_compiles_and_fits(one_file, launch, target, monkeypatch):
     lens, head_dim, kernels = LAUNCHES[launch]
     gpu, compiled = TARGETS[target], []

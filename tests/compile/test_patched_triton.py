@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PATCHED = """
 import importlib, inspect, pkgutil
 import torch, triton
@@ -36,6 +38,7 @@ assert Launch(spec, 8, 1, 128, 8).compile(TARGETS["sm90"])[1]
 """
 
 
+@pytest.mark.extended  # SGLang's own replacements are there in tests/engines/test_sglang.py
 def test_kernels_are_compiled_whatever_functions_of_triton_an_engine_replaces():
     """Triton hashes what a kernel names before it compiles it, and refuses plain functions."""
     root = Path(__file__).parent.parent.parent

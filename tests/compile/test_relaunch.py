@@ -36,7 +36,7 @@ from quire.plan import make_plan
 from quire.targets import TARGETS
 from quire.triton_internals import StubDriver
 from tests.compile import launches
-from tests.extended import each_kind, extended
+from tests.extended import OLDEST, each_kind, extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -138,7 +138,7 @@ ROTATION = [  # `test_compile` compiles the same kernels, so one of the two find
     if (target, features) != ("sm90", "plain") or head_dim == 128
     if (target, features) != ("sm80", "fp8 products")
 ]
-IS_OLDEST = triton.__version__ == launches.OLDEST
+IS_OLDEST = triton.__version__ == OLDEST
 # Kernels for prompts on Hopper GPUs take longest to compile.
 OF_HOPPER = (*launches.OUT_OF_TURN, "fp8 products")
 LONG = [case for case in ROTATION if case[0] == "sm90" and case[1] in OF_HOPPER]
@@ -202,7 +202,7 @@ def test_a_relaunch_passes_what_the_binder_passes(target, features, batch, head_
     )
 
 
-@pytest.mark.parametrize("features", ["plain", "e4m3"])
+@pytest.mark.parametrize("features", ["plain", extended("e4m3")])
 def test_a_relaunch_that_writes_new_tokens_passes_what_the_binder_passes(features, passed, monkeypatch):
     """Tokens of other dtypes or strides go through the binder, and so does a call without any."""
     monkeypatch.setattr(driver, "_active", Driver(TARGETS["sm90"]))

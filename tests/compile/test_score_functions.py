@@ -16,6 +16,7 @@ from quire.targets import TARGETS, compiling
 from tests import score_functions as functions
 from tests.compile import launches, loops
 from tests.compile.launches import Features
+from tests.extended import extended
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under Triton's interpreter", allow_module_level=True)
@@ -38,7 +39,7 @@ def capped(cap):
     [
         ("sm90", "decode, split", {"score": functions.relative, "mask": functions.dilated}),
         ("gfx942", "decode", {"score": functions.t5, "mask": functions.same_document}),
-        ("sm80", "prefill", {"score": functions.hiding, "mask": functions.from_first}),
+        extended("sm80", "prefill", {"score": functions.hiding, "mask": functions.from_first}),
     ],
 )
 def test_functions_compile(target, batch, features):
@@ -59,6 +60,7 @@ def extras_of(spec, size=5, offset=0):
     return tuple(made)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("batch", "kernel"), [("decode", "portable_kernel"), ("prefill", "hopper_kernel")])
 def test_far_keys_cost_few_instructions(batch, kernel, monkeypatch):
     """T5's last bucket, and what is beyond Inkling's distances, are read once for a row of a tile."""

@@ -37,6 +37,13 @@ WITHOUT = {
 }
 
 
+def dotted(node: ast.expr) -> str:
+    """Return an expression of names and dots as text, and nothing of others: to unparse all takes seconds."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def imported(package: str) -> set[str]:
     """Return the names that an engine's files import from FlashInfer, or read of its modules, as its sources say."""
     root, found = Path(str(importlib.import_module(package).__file__)).parent, set[str]()
@@ -53,7 +60,7 @@ def imported(package: str) -> set[str]:
                     found |= attention_of(f"{node.module}.{alias.name}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
-                found |= attention_of(ast.unparse(node), modules)
+                found |= attention_of(dotted(node), modules)
             elif isinstance(node, ast.Call) and "lazy_import" in ast.unparse(node.func):
                 words = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
                 found |= attention_of(".".join(words))

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import tests.engines.sglang_environment  # noqa: F401
+from tests.extended import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -182,7 +183,7 @@ def in_a_process(function, *args):
         process.join()
 
 
-@pytest.mark.parametrize(("page_size", "num_slots"), [(1, 2048), (64, 2048), (1, 256)])
+@pytest.mark.parametrize(("page_size", "num_slots"), [slow(1, 2048), (64, 2048), (1, 256)])
 def test_the_scheduler_writes_the_tokens_of_eager_attention(page_size, num_slots, model):
     """Prompts come in chunks, decode together, find each other's beginnings, and wait where the pool is too small."""
     if TAKES_RANKS and page_size > 1:

@@ -49,6 +49,7 @@ from quire import reference
 from quire.integrations.vllm import contract, register
 from quire.testing import error_budget, make_problem, unwritten
 from tests.engines import flashinfer_imports
+from tests.extended import slow
 
 register()
 
@@ -984,6 +985,7 @@ def test_heads_of_any_width_write_the_tokens_of_eager_attention(name, head_dim, 
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
+@pytest.mark.slow
 def test_preempted_sequences_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):
     if INTERPRETED:
         pytest.skip("outputs are too short in the interpreter for a sequence to be preempted")
@@ -1009,7 +1011,7 @@ def page_size_of(name: str, page_size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "layout"), [("mistral", 48, "NHD"), ("gemma2", 16, "HND"), ("bloom", 544, "HND")]
+    ("name", "page_size", "layout"), [slow("mistral", 48, "NHD"), ("gemma2", 16, "HND"), slow("bloom", 544, "HND")]
 )
 def test_windows_softcap_alibi_pages_and_layouts_write_the_tokens_of_eager_attention(
     name, page_size, layout, tmp_path, monkeypatch
@@ -1088,6 +1090,7 @@ def test_which_engines_capture_whole_steps():
         assert ahead.captures_steps(SimpleNamespace(compilation_config=config)) is captures
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
@@ -1153,6 +1156,7 @@ def drafts_on_cpu(monkeypatch):
         monkeypatch.setattr("vllm.v1.sample.rejection_sampler.rejection_sample", accept)
 
 
+@pytest.mark.slow
 def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch, drafts_on_cpu):
     lengths, original = [], QuireMetadataBuilder.build
 

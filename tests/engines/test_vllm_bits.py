@@ -22,7 +22,7 @@ from quire.integrations.vllm.backend import QuireMetadataBuilder
 from quire.kernels import choose
 from tests.engines import test_vllm
 from tests.engines.test_vllm import DEVICE, NAME, engine, make_model
-from tests.extended import extended
+from tests.extended import extended, slow
 
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("PyTorch serves CPU tensors; TRITON_INTERPRET=1 runs the kernels", allow_module_level=True)
@@ -69,8 +69,8 @@ def last_log_probabilities(tokens: list[int], entries: list) -> list[float]:
     [
         extended("llama", False, True),
         ("llama", True, True),
-        ("gemma2", False, True),
-        ("llama", False, False),
+        slow("gemma2", False, True),
+        slow("llama", False, False),
     ],
 )
 def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
@@ -109,6 +109,7 @@ def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     assert (ours == exact) == invariant
 
 
+@pytest.mark.slow
 def test_one_launch_and_two_give_the_same_log_probabilities(tmp_path, monkeypatch):
     """Attention writes new tokens itself, or a launch before it does. Sequences share pages of a cached prefix."""
     appenders, appender = [], quire.Plan.appender

@@ -352,6 +352,7 @@ def functions_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU vLLM has these functions, for heads of 128 in 16 bits")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 160, "enable_prefix_caching": True}], ids=str)
 def test_blocks_that_an_indexer_chooses_write_the_tokens_of_attention_with_a_mask(
     options, tmp_path, monkeypatch, functions_of_a_gpu

@@ -33,6 +33,7 @@ from tests.engines.test_vllm import (  # noqa: F401
     step_of,
     vllm,
 )
+from tests.extended import slow
 
 VERSION = vllm.__version__  # from here on vLLM can be imported
 
@@ -473,7 +474,7 @@ def count(monkeypatch, owner, name: str) -> list:
     return calls
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize("name", [slow("deepseek-v2-lite"), "deepseek-v3"])
 def test_latent_attention_writes_the_tokens_of_eager_attention(name, tmp_path, monkeypatch, by_quire):
     monkeypatch.setattr(QuireMLAMetadataBuilder, "reorder_batch_threshold", 16)  # prompts of more tokens are expanded
     decodes, prefills = count(monkeypatch, QuireMLAImpl, "forward_mqa"), count(monkeypatch, quire, "varlen_attention")
@@ -486,6 +487,7 @@ def test_latent_attention_writes_the_tokens_of_eager_attention(name, tmp_path, m
 PINS = "pin_memory=True" in inspect.getsource(inspect.getmodule(MLACommonMetadataBuilder))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     DEVICE == "cpu" and (PINS or not contract.has_prefill_backends()),
     reason="older vLLM splits prefills of MLA only on a GPU",
@@ -502,6 +504,7 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     assert pasts or not contract.has_prefill_backends()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [64, 80])
 def test_prompts_up_to_a_threshold_attend_to_latents(page_size, tmp_path, monkeypatch):
     decodes = count(monkeypatch, QuireMLAImpl, "forward_mqa")
@@ -512,6 +515,7 @@ def test_prompts_up_to_a_threshold_attend_to_latents(page_size, tmp_path, monkey
     assert max(lens) > 64 and 1 in lens  # a prompt of 70 tokens, and its outputs
 
 
+@pytest.mark.slow
 def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(tmp_path, monkeypatch, drafts_on_cpu, by_quire):
     steps, original = [], QuireMLAMetadataBuilder._build_decode
 

@@ -263,6 +263,7 @@ def test_vllm_s_own_functions_combine_the_ranks():
         assert QuireBackend.supports_dcp()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of vLLM's workers, which are forked and would inherit "error"
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_two_processes_that_share_contexts_write_the_tokens_of_eager_attention(tmp_path, monkeypatch):

@@ -263,6 +263,7 @@ def as_sparse(folder) -> None:
     path.write_text(json.dumps(config), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 32, "block_size": 64}], ids=str)
 def test_chosen_keys_write_the_tokens_of_attention_with_a_mask(options, tmp_path, monkeypatch, by_quire):
     original, calls = QuireSparseMLAImpl.forward_mqa, []

@@ -35,6 +35,7 @@ from tests.engines.test_vllm import (
     prompts,
     serve,
 )
+from tests.extended import slow
 
 if not HAS_TRITON or (DEVICE == "cpu" and not INTERPRETED):
     reason = "needs a GPU, or TRITON_INTERPRET=1 and an empty CUDA_VISIBLE_DEVICES"
@@ -83,6 +84,7 @@ def test_chunks_of_prefill_and_cached_prefixes_write_the_tokens_of_eager_attenti
     assert 1 in lens and 16 < max(lens) <= 32  # chunks of prompts of up to 70 tokens
 
 
+@pytest.mark.slow
 def test_windows_and_pages_write_the_tokens_of_eager_attention(tmp_path):
     model = make_model("mistral", tmp_path)
     generated, _ = serve(tmp_path, max_num_batched_tokens=64, block_size=48)
@@ -113,12 +115,14 @@ def test_drafted_tokens_are_verified_to_the_tokens_of_eager_attention(
     assert 4 in {queries for queries, _ in steps}
 
 
+@pytest.mark.slow
 def test_latents_write_the_tokens_of_eager_attention(tmp_path, by_quire):
     model = make_model("deepseek-v3", tmp_path)
     generated, _ = serve(tmp_path, **by_quire)
     assert generated == [[greedy(model, p) for p in prompts()]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is None,
     reason="this vLLM's newer runner takes no model that drafts by itself",
@@ -135,7 +139,7 @@ def test_a_model_that_drafts_for_itself_has_each_draft_accepted(tmp_path, steps,
     assert verified == -(-(NEW_TOKENS - 1) // 4)  # the prompts gave the first token
 
 
-@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention", "mixed, not causal"])
+@pytest.mark.parametrize("layers", [*map(slow, ["full_attention", "sliding_attention"]), "mixed, not causal"])
 def test_drafts_of_whole_blocks_are_verified_to_the_tokens_of_eager_attention(
     layers, tmp_path, monkeypatch, steps, drafts_on_cpu
 ):
@@ -165,5 +169,6 @@ def test_drafts_of_whole_blocks_are_verified_to_the_tokens_of_eager_attention(
     assert len(written) >= 2 and 4 in {queries for queries, _ in steps}
 
 
+@pytest.mark.slow
 def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(tmp_path, monkeypatch):
     assert_begins_what_it_warms_up(tmp_path, monkeypatch)

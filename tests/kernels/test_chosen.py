@@ -17,6 +17,8 @@ from quire.kernels.chosen.launch import variants
 from quire.launch_codec import decode, encode
 from quire.targets import TARGETS
 from quire.testing import check_batch, error_budget, make_problem, random_chosen, unwritten
+from tests.extended import extended
+from tests.pairs import in_turn
 
 HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
 LENS = ((1, 60), (5, 5), (4, 70), (0, 9), (1, 0))
@@ -61,9 +63,9 @@ def attend(p, **options):
 
 
 @pytest.mark.parametrize(
-    ("lists", "causal"), [(x, causal) for x in LISTS for causal in (True, False) if not (causal and "slots" in x)]
+    ("num_splits", "lists", "causal"),
+    [(1, name, True) for name in LISTS if "slots" not in name] + [(3, name, False) for name in LISTS],
 )
-@pytest.mark.parametrize("num_splits", [1, 3])
 def test_rows_see_what_lists_name(solve, assert_within_budget, lists, causal, num_splits):
     lens = ((1, 310), (2, 20)) if lists == "several tiles" else LENS
     p, state = solve(make_spec(causal=causal), lens, num_splits, **choose(lists, causal=causal))
@@ -71,8 +73,7 @@ def test_rows_see_what_lists_name(solve, assert_within_budget, lists, causal, nu
     assert_within_budget(p, state)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(*in_turn(dtype=[torch.float16, torch.float32], cache=[*CACHES]), ids=str)
 def test_caches_of_every_kind_are_read(solve, assert_within_budget, dtype, cache):
     options, lens = dict(CACHES[cache]), LENS
     if "one_query" in options:
@@ -90,7 +91,7 @@ def test_caches_of_every_kind_are_read(solve, assert_within_budget, dtype, cache
         {"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 34},
     ],
 )
-@pytest.mark.parametrize("num_splits", [2, 5, 64])
+@pytest.mark.parametrize("num_splits", [2, 24])
 def test_parts_of_lists_are_combined(solve, assert_within_budget, fields, num_splits):
     p, state = solve(make_spec(**fields), ((1, 310), (2, 20)), num_splits, **choose("several tiles"))
     assert_within_budget(p, state)
@@ -112,26 +113,27 @@ def test_heads_of_every_kind_attend(solve, assert_within_budget, fields):
     assert_within_budget(p, state)
 
 
-@pytest.mark.parametrize("lists", ["several tiles of one list", "slots"])
+LATENTS = [  # by default, each with one kind of lists
+    (SMALL | {"dtype": torch.float32}, "NHD", "slots"),
+    ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD", "several tiles of one list"),
+    (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD", "slots"),
+    ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla", "slots"),
+    ({"dtype": torch.float32, "kv_dtype": E4M3}, "fp8_ds_mla", "several tiles of one list"),
+    ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18, "qk_rope_head_dim": 0}, "fp8_ds_mla_584", "slots"),
+    ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528", "slots"),
+]
+OTHER = {"slots": "several tiles of one list", "several tiles of one list": "slots"}
+
+
 @pytest.mark.parametrize(
-    ("fields", "layout"),
-    [
-        (SMALL | {"dtype": torch.float32}, "NHD"),
-        ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD"),
-        (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD"),
-        ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla"),
-        ({"dtype": torch.float32, "kv_dtype": E4M3}, "fp8_ds_mla"),
-        ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18, "qk_rope_head_dim": 0}, "fp8_ds_mla_584"),
-        ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528"),
-    ],
+    ("fields", "layout", "lists"), LATENTS + [extended(*case[:2], OTHER[case[2]]) for case in LATENTS]
 )
 def test_latents_are_read(device, options, assert_within_budget, fields, layout, lists):
     spec = replace(quire.AttentionSpec.mla(**MLA | fields), causal=lists != "slots", sinks=True, softcap=5.0)
     p = make_problem(spec, ((1, 60), (3, 9), (1, 0)), layout=layout, device=device, **choose(lists, causal=spec.causal))
-    for num_splits in (None, 2):
-        plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
-        assert_within_budget(p, quire.attention(p.halves, p.cache, plan, **p.tables, return_lse=True))
-        assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables))
+    whole, cut = (quire.plan(spec, p.batch, **p.bounds, **options(num_splits=splits)) for splits in (1, 2))
+    assert_within_budget(p, quire.attention(p.halves, p.cache, whole, **p.tables, return_lse=True))
+    assert_within_budget(p, quire.attention(p.q, p.cache, cut, **p.tables))
 
 
 @pytest.mark.skipif(interprets(), reason="the interpreter has no bfloat16")
@@ -203,23 +205,27 @@ def with_a_second_cache(p, page_size, layout, **lists):
     return replace(p, batch=batch, extra_cache=other.cache)
 
 
-@pytest.mark.parametrize("lists", ["several tiles of one list", "slots", "no entries"])
+TWO_CACHES = ["several tiles of one list", "slots", "no entries"]
+
+
 @pytest.mark.parametrize(
-    ("fields", "layout", "more"),
-    [
-        (SMALL | {"dtype": torch.float32}, "NHD", {"counted": True, "width": 130}),
-        (SMALL | {"dtype": torch.float16}, "NHD", {"block_size": 4}),
-        ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD", {"width": 0}),
-        (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD", {}),
-        ({"dtype": torch.float16, "kv_dtype": E4M3, "num_q_heads": 18}, "fp8_ds_mla", {"width": 64}),
-        ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_584", {"counted": True}),
-        ({"dtype": torch.float16, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528", {}),
-    ],
+    *in_turn(
+        lists=TWO_CACHES,
+        kind=[
+            (SMALL | {"dtype": torch.float32}, "NHD", {"counted": True, "width": 130}),
+            (SMALL | {"dtype": torch.float16}, "NHD", {"block_size": 4}),
+            ({"qk_rope_head_dim": 0, "kv_lora_rank": 48, "dtype": torch.float16}, "NHD", {"width": 0}),
+            (SMALL | {"dtype": torch.float16, "kv_dtype": E4M3}, "NHD", {}),
+            ({"dtype": torch.float16, "kv_dtype": E4M3}, "fp8_ds_mla", {"width": 64}),
+            ({"dtype": torch.float32, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_584", {"counted": True}),
+            ({"dtype": torch.float16, "kv_dtype": E4M3, "qk_rope_head_dim": 0}, "fp8_ds_mla_528", {}),
+        ],
+    ),
+    ids=str,
 )
-def test_two_lists_share_one_softmax_over_two_caches(
-    device, options, assert_within_budget, fields, layout, more, lists
-):
+def test_two_lists_share_one_softmax_over_two_caches(device, options, assert_within_budget, kind, lists):
     """DeepSeek V4: a window in one cache, and compressed keys in another."""
+    fields, layout, more = kind
     spec = replace(quire.AttentionSpec.mla(**MLA | fields), causal=lists != "slots", sinks=True)
     lens = ((1, 60), (3, 9), (1, 0))
     p = make_problem(spec, lens, layout=layout, device=device, **choose(lists, causal=spec.causal))
@@ -228,7 +234,7 @@ def test_two_lists_share_one_softmax_over_two_caches(
     p = with_a_second_cache(p, 4, layout, **more)
     if p.extra_cache.k_scale is not None and layout == "NHD":
         p = replace(p, extra_cache=quire.PagedKVCache.from_latents(p.extra_cache.latents, spec.kv_lora_rank))
-    for num_splits in (None, 1, 2, 3):
+    for num_splits in (1, 3):
         plan = quire.plan(spec, p.batch, **p.bounds, **options(num_splits=num_splits))
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
 

@@ -8,7 +8,7 @@ import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
 from quire.testing import make_problem
-from tests.extended import extended, slow
+from tests.extended import extended
 
 pytestmark = pytest.mark.one_triton
 
@@ -23,18 +23,21 @@ PARTIALS = {
     "e4m3": ({"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16, "head_dim": 32}, ((1, 300), (1, 500)), {}),
     "intervals": ({}, ((3, 300), (1, 200)), {"per_token": intervals.causal}),
 }
-IN_BOTH_WAYS = "int8", "e4m3"
-ONLY_APART = [case for case in PARTIALS if case not in ("decode", *IN_BOTH_WAYS)]
+BY_DEFAULT = (
+    ("decode", False),
+    ("decode", True),
+    ("drafts, padding rows and columns", True),
+    ("more partials than fit", True),
+)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("case", "apart"),
     [
-        *(("decode", apart) for apart in (False, True)),
-        *(slow(case, True) for case in ONLY_APART),
-        *(extended(case, apart) for case in IN_BOTH_WAYS for apart in (False, True)),
-        *(extended(case, False) for case in ONLY_APART),
+        (case, apart) if (case, apart) in BY_DEFAULT else extended(case, apart)
+        for case in PARTIALS
+        for apart in (False, True)
     ],
 )
 def test_partials_are_combined_by_the_last_program_or_by_a_second_launch(

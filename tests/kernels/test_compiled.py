@@ -84,8 +84,8 @@ def intervals(number: int, device: str, options: Callable) -> Arguments:
 
 CASES = decode, many_splits, drafts, chunks, latents, an_output_in_e4m3, new_tokens, a_shared_prefix, intervals
 # What is traced does not depend on who computes. By default, PyTorch's path has each case in one of two ways, in turn,
-# and the interpreter two cases.
-BY_DEFAULT = [(decode, True), (new_tokens, None)] if interprets() else list(zip(CASES, (True, None) * 5, strict=False))
+# and the interpreter one case.
+BY_DEFAULT = [(new_tokens, None)] if interprets() else list(zip(CASES, (True, None) * 5, strict=False))
 
 
 def cache_of(spec: quire.AttentionSpec, device: str) -> quire.PagedKVCache:
@@ -126,7 +126,7 @@ def test_a_new_plan_in_each_step_compiles_nothing_new(case, dynamic, device, opt
     follow(step, dynamic, [case(number, device, options) for number in range(STEPS)])
 
 
-@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+@pytest.mark.parametrize("dynamic", [extended(True), None], ids=["dynamic", "automatic"])
 def test_growing_sequences_without_pages_compile_nothing_new(dynamic, device):
     def step(q, k, v, plan):
         return quire.varlen_attention(q, k, v, plan)

@@ -135,7 +135,7 @@ def test_sums_that_wrap_around_leave_slots_within_the_scratch(num_programs):
 
 LLAMA = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
 E4M3 = {"kv_dtype": torch.float8_e4m3fn}
-RAGGED = ((40, 1500), (9, 100), (3, 700), (0, 50), (33, 33), (20, 900))
+RAGGED = ((40, 900), (9, 100), (3, 400), (0, 50), (33, 33), (20, 500))
 LONG, SHORT = 20000, 4000  # bounds of keys: programs of two consumer warpgroups, and of one
 MANY = 129  # queries, the bound of the former
 
@@ -198,7 +198,7 @@ def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_hea
         extended({"sinks": True, "softcap": 20.0, "alibi": True}, SHORT),
         ({"sliding_window": 1100, "sinks": True}, LONG),
         extended({"sliding_window": 1100, "sinks": True}, SHORT),
-        ({"causal": False, "head_dim": 128}, LONG),
+        extended({"causal": False, "head_dim": 128}, LONG),
         extended({"causal": False, "head_dim": 128}, SHORT),
         ({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, LONG),
         extended({"num_q_heads": 14, "head_dim": 80, "head_dim_v": 96}, SHORT),
@@ -209,14 +209,15 @@ def assert_right(extra, lens=RAGGED, bound=LONG, num_sms=12, seed=0, section_hea
 )
 def test_features(extra, bound, take):
     take("wg2" if bound == LONG else "wg1", "cut")
-    plan, arrivals = assert_right(extra, bound=bound)
+    lens = ((40, 1500), (3, 400), (33, 33)) if "sliding_window" in extra else RAGGED
+    plan, arrivals = assert_right(extra, lens, bound)
     assert arrivals > 0 and plan.launch.config.num_warpgroups == (2 if bound == LONG else 1)
 
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
-    [(16, 16), extended(128, 192), extended(192, 128), extended(256, 256), extended(248, 248), (64, 184), (512, 512)],
+    [(16, 16), (64, 184), *(extended(*case) for case in ((128, 192), (192, 128), (256, 256), (248, 248), (512, 512)))],
 )
 def test_widths(head_dim, head_dim_v):
     """Values wider than 128 have several accumulators, or one of 256 columns. Wider ones are cut into two parts."""
@@ -233,7 +234,7 @@ def test_more_splits_than_are_combined_at_once(head_dim):
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
-    ("num_q_heads", "apart"), [(4, True), extended(4, False), extended(6, True), (6, False)], ids=str
+    ("num_q_heads", "apart"), [extended(4, True), extended(4, False), extended(6, True), (6, False)], ids=str
 )
 def test_warpgroups_have_their_own_tokens_or_share_them(num_q_heads, apart, take):
     """Of three heads, the second one has rows of both warpgroups if they share tokens."""
@@ -269,7 +270,7 @@ def test_pages(extra, page_size):
 @pytest.mark.parametrize(
     ("extra", "scales"),
     [
-        *((E4M3, "head"), extended(E4M3, "tensor")),
+        *(extended(E4M3, "head"), extended(E4M3, "tensor")),
         *(extended({"kv_dtype": torch.float8_e5m2}, scales) for scales in ("tensor", "head")),
         *(({"kv_dtype": torch.int8}, "head"), extended({"kv_dtype": torch.int8}, "tensor")),
         *((E4M3 | {"allow_fp8": True}, "tensor"), extended(E4M3 | {"allow_fp8": True}, "head")),
@@ -284,7 +285,9 @@ def test_quantised_caches(extra, scales, take):
 
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize(
-    "extra", [{}, extended({"head_dim": 256}), extended({"head_dim_v": 192}), E4M3 | {"head_dim": 128}], ids=str
+    "extra",
+    [extended({}), extended({"head_dim": 256}), extended({"head_dim_v": 192}), E4M3 | {"head_dim": 128}],
+    ids=str,
 )
 def test_outputs_in_e4m3(extra):
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), RAGGED)
@@ -315,8 +318,8 @@ def test_sequences_that_are_not_looked_at_are_not_cut(take):
     ("head_dim", "lens", "bound", "seeds"),
     [
         (64, RAGGED, LONG, range(1, 2)),
-        (64, RAGGED, SHORT, range(1, 2)),
-        (512, ((20, 700), (2, 300)), LONG, range(1, 2)),
+        extended(64, RAGGED, SHORT, range(1, 2)),
+        extended(512, ((20, 700), (2, 300)), LONG, range(1, 2)),
         extended(64, RAGGED, LONG, range(2, 7)),
         extended(64, RAGGED, SHORT, range(2, 7)),
     ],
@@ -335,10 +338,10 @@ def test_any_order_of_programs_gives_the_same_bits(head_dim, lens, bound, seeds)
 def test_lengths_that_change_in_place():
     """Another sequence is the longest, and then none is."""
     spec = quire.AttentionSpec(**LLAMA)
-    p = make_problem(spec, ((40, 1500), (40, 1500), (30, 1500)))  # of as many queries, keys would be split
+    p = make_problem(spec, ((40, 700), (40, 700), (30, 700)))  # of as many queries, keys would be split
     plan, _, _ = attend(p, num_sms=12)
     found = []
-    for keys in ((100, 1500, 60), (50, 60, 1400), (70, 70, 70), (900, 40, 1500)):
+    for keys in ((100, 700, 60), (50, 60, 650), (70, 70, 70)):
         plan.batch.seq_lens.copy_(torch.tensor(keys, dtype=torch.int32))
         state, arrivals = run(p, plan)
         with simulated_hopper():
@@ -347,11 +350,11 @@ def test_lengths_that_change_in_place():
         torch.testing.assert_close(state.out, other.out, atol=2e-3, rtol=2e-3)
         torch.testing.assert_close(state.lse, other.lse, atol=1e-4, rtol=1e-4)
         found.append(arrivals > 0)
-    assert found == [True, True, False, True]
+    assert found == [True, True, False]
 
 
 @pytest.mark.usefixtures("short_pieces")
-@pytest.mark.parametrize("seed", [extended(0), 1, 2, *map(extended, range(3, 10))])
+@pytest.mark.parametrize("seed", [extended(0), 1, *map(extended, range(2, 10))])
 def test_whole_space(seed):
     draw = random.Random(seed)
     kv_heads, causal = draw.randint(1, 3), draw.choice([True, False])

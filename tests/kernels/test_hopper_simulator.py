@@ -36,6 +36,7 @@ from tests.hopper_simulator.launch import Functions, simulated_hopper
 from tests.hopper_simulator.memory import GlobalMemory
 from tests.hopper_simulator.program import Machine
 from tests.hopper_simulator.values import Value
+from tests.pairs import in_turn
 from tests.score_functions import FUNCTIONS
 
 pytestmark = pytest.mark.one_triton
@@ -147,7 +148,7 @@ def test_functions_on_scores_and_masks(function, bound, features, take):
     "extra",
     [
         *(extended({}), extended({"softcap": 20.0})),
-        *({"sliding_window": 1000, "sinks": True}, {"alibi": True}, {"causal": False}),
+        *({"sliding_window": 1000, "sinks": True}, extended({"alibi": True}), {"causal": False}),
     ],
     ids=str,
 )
@@ -162,24 +163,24 @@ def test_heads_of_128(extra, page_size, take):
     ("extra", "page_size", "bound"),
     [
         ({}, 16, None),
-        ({}, 16, LONG),
-        ({}, 1, None),
-        (BFLOAT16 | {"softcap": 20.0}, 16, LONG),
-        (E4M3, 16, LONG),
-        (E4M3 | {"head_dim": 128, "allow_fp8": True}, 16, LONG),
-        ({"sinks": True, "sliding_window": 100}, 16, LONG),
+        extended({}, 16, LONG),
+        extended({}, 1, None),
+        extended(BFLOAT16 | {"softcap": 20.0}, 16, LONG),
+        extended(E4M3, 16, LONG),
+        (E4M3 | {"head_dim": 128, "allow_fp8": True}, 1, LONG),
+        extended({"sinks": True, "sliding_window": 100}, 16, LONG),
     ],
     ids=str,
 )
 def test_results_are_nan_where_row_blocks_were_found_for_other_lengths(extra, page_size, bound):
     """A kernel has written to the lengths, which a plan does not notice."""
-    lens = (40, 200), (70, 300), (9, 30), (50, 50), (30, 90)
+    lens = (40, 100), (70, 130), (9, 30), (50, 50), (30, 90)
     p = make_problem(quire.AttentionSpec(**LLAMA | extra), lens, page_size=page_size)
     plan = make_plan(p, bound)
     right = attend(p, plan)[0]
     for tensor, values, is_stale in (
-        (p.batch.seq_lens, (200, 300, 30, 50, 91), True),
-        (p.batch.seq_lens, (200, 300, 30, 50, 90), False),
+        (p.batch.seq_lens, (100, 130, 30, 50, 91), True),
+        (p.batch.seq_lens, (100, 130, 30, 50, 90), False),
         (p.batch.cu_seqlens_q, (0, 40, 110, 121, 169, 199), True),
         (p.batch.cu_seqlens_q, (0, 40, 110, 119, 169, 199), False),
         (p.batch.cu_seqlens_q, (0, 40, 110, 119, 169, 189), True),
@@ -208,7 +209,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("falling", [True, False])
+@pytest.mark.parametrize("falling", [extended(True), False])
 @pytest.mark.parametrize(
     ("spec", "lens", "kernel"),
     [
@@ -336,16 +337,18 @@ def test_bfloat16(bound):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "bound"), [(1, None), (16, LONG), extended(1, LONG), extended(16, None)])
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {"softcap": 20.0},
-        {"softcap": 1.5, "sinks": True, "sliding_window": 100},
-        {"softcap": 50.0, "head_dim": 128, "softmax_scale": 10.0},
-        extended({"softcap": 50.0, "head_dim": 80, "head_dim_v": 136, "num_q_heads": 6}),
-        {"softcap": 51.0},
-    ],
+    *in_turn(
+        extra=[
+            {"softcap": 20.0},
+            {"softcap": 1.5, "sinks": True, "sliding_window": 100},
+            {"softcap": 50.0, "head_dim": 128, "softmax_scale": 10.0},
+            {"softcap": 51.0},
+            {"softcap": 50.0, "head_dim": 80, "head_dim_v": 136, "num_q_heads": 6},
+        ],
+        page_size=[1, 16],
+        bound=[None, LONG],
+    ),
     ids=str,
 )
 def test_softcap_without_a_running_maximum(extra, page_size, bound):
@@ -444,11 +447,11 @@ def test_what_a_warp_holds_changes_no_bit_of_its_other_capped_scores(other):
     ("head_dim", "head_dim_v"),
     [
         (24, 40),
-        (80, 80),
+        extended(80, 80),
         (88, 232),
-        (128, 256),
+        extended(128, 256),
         (192, 128),
-        (192, 192),
+        extended(192, 192),
         extended(16, 16),
         extended(112, 96),
         extended(256, 64),
@@ -486,7 +489,7 @@ def test_heads_of_up_to_512(extra, page_size, bound):
     [
         ({"head_dim": 192}, 16),
         extended({"head_dim": 136, "sinks": True, "sliding_window": 150}, 32),
-        ({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
+        extended({"head_dim": 152, "causal": False, "num_q_heads": 6, "layout": "HND"}, 80),
         extended({"head_dim": 192, "head_dim_v": 144}, 192),
         extended(BFLOAT16 | {"head_dim": 192, "softcap": 20.0}, 64),
         ({"head_dim": 176, "softcap": 20.0, "alibi": True}, 16),
@@ -507,7 +510,7 @@ def test_scores_in_pieces(extra, page_size, take):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [24, 96, 104, 200])
+@pytest.mark.parametrize("head_dim", [24, *map(extended, (96, 104)), 200])
 def test_what_a_head_holds_changes_no_bit_of_another(head_dim):
     """In memory, a head's keys and values follow those of the head before it."""
     p = make_problem(quire.AttentionSpec(**LLAMA | {"head_dim": head_dim}), ((40, 200), (33, 70)))
@@ -521,17 +524,18 @@ def test_what_a_head_holds_changes_no_bit_of_another(head_dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [None, LONG])
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"head_dim": 80, "head_dim_v": 96},
-        {"head_dim": 128} | E4M3 | {"allow_fp8": True},
-        {"head_dim": 128, "head_dim_v": 184},  # two accumulators, in two parts of one buffer
-        {"head_dim": 256},
-        {"head_dim_v": 192},  # wider than the shared memory of the queries: results are written from registers
-    ],
+    *in_turn(
+        extra=[
+            {},
+            {"head_dim": 80, "head_dim_v": 96},
+            {"head_dim": 128} | E4M3 | {"allow_fp8": True},
+            {"head_dim": 128, "head_dim_v": 184},  # two accumulators, in two parts of one buffer
+            {"head_dim": 256},
+            {"head_dim_v": 192},  # wider than the shared memory of the queries: results are written from registers
+        ],
+        bound=[None, LONG],
+    ),
     ids=str,
 )
 def test_outputs_in_e4m3(extra, bound):
@@ -567,15 +571,14 @@ def test_results_are_quantised_to_the_bits_of_a_division(scale):
     assert same.all(), (x[~same], found[~same], expected[~same])
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (7, 1), (16, 1), (33, 1)])
+@pytest.mark.parametrize("heads", [*map(extended, [(1, 1), (7, 1), (16, 1)]), (3, 1), (10, 2), (33, 1)])
 def test_group_sizes(heads):
     spec = quire.AttentionSpec(**LLAMA | {"num_q_heads": heads[0], "num_kv_heads": heads[1]})
     assert_right(spec, ((24, 100), (24, 24), (9, 70)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 3, 4, extended(8), 24, 48, extended(128), 528])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(*in_turn(layout=["NHD", "HND"], page_size=[3, 1, 4, 24, 48, 528]))
 def test_pages(page_size, layout):
     """The boxes of a tile are found in another way where sequences have different numbers of queries."""
     spec = quire.AttentionSpec(**LLAMA)
@@ -588,11 +591,11 @@ def test_pages(page_size, layout):
     ("page_size", "extra"),
     [
         (272, {"head_dim": 80}),
-        (528, {}),
+        extended(528, {}),
         (528, {"sliding_window": 1100}),
-        (528, {"kv_dtype": torch.int8}),
-        (131, {"head_dim": 136}),
-        (131, {"head_dim": 192, "sliding_window": 100}),
+        extended(528, {"kv_dtype": torch.int8}),
+        extended(131, {"head_dim": 136}),
+        extended(131, {"head_dim": 192, "sliding_window": 100}),
         (529, {"head_dim": 136, "head_dim_v": 200, "num_q_heads": 6, "layout": "HND"}),
     ],
     ids=str,
@@ -610,7 +613,7 @@ def test_tiles_that_lie_in_one_page_and_tiles_in_two(page_size, extra):
     assert error_budget(p, state).passed, error_budget(p, state)
 
 
-@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("page_size", [extended(1), 3])
 def test_windows_of_gathered_rows(page_size):
     assert_right(quire.AttentionSpec(**LLAMA | {"sliding_window": 30}), page_size=page_size)
 
@@ -621,8 +624,15 @@ def test_a_prompt_that_begins_two_keys_before_the_end_of_a_tile():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (128, 1)])
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "page_size"),
+    [
+        (torch.float8_e4m3fn, 64, 16),
+        (torch.float8_e5m2, 128, 1),
+        (torch.int8, 64, 16),
+        *(extended(*case) for case in ((torch.float8_e4m3fn, 128, 1), (torch.int8, 128, 1))),
+    ],
+)
 def test_quantised_caches(kv_dtype, head_dim, page_size):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "kv_dtype": kv_dtype})
     assert_right(spec, scales="tensor", page_size=page_size)
@@ -630,8 +640,9 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [24, 1])
-@pytest.mark.parametrize("extra", [{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], ids=str)
+@pytest.mark.parametrize(
+    *in_turn(extra=[{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], page_size=[24, 1]), ids=str
+)
 def test_products_in_fp8(extra, page_size, take):
     take("fp8")
     spec = quire.AttentionSpec(**LLAMA | E4M3 | {"head_dim": 128, "allow_fp8": True} | extra)
@@ -646,9 +657,9 @@ UNKNOWN, KNOWN = ((64, 500), (0, 50), (20, 0)), ((64, 500), (1, 700), (20, 0), (
     ("lens", "extra", "page_size"),
     [
         (UNKNOWN, {"head_dim": 128} | E4M3, 16),
-        (UNKNOWN, {"head_dim": 512, "sinks": True}, 16),
+        extended(UNKNOWN, {"head_dim": 512, "sinks": True}, 16),
         (KNOWN, {"sinks": True, "softcap": 20.0}, 16),
-        (KNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
+        extended(KNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
         extended(UNKNOWN, {"sinks": True, "softcap": 20.0}, 16),
         extended(UNKNOWN, {"head_dim": 192, "head_dim_v": 128}, 1),
         extended(KNOWN, {"head_dim": 128} | E4M3, 16),
@@ -668,7 +679,11 @@ def test_splits(lens, extra, page_size, take):
 
 @pytest.mark.parametrize(
     ("lens", "bound", "num_sms"),
-    [(((40, 400),), 16000, 8), (((20, 0), (0, 30), (50, 33), (9, 100)), None, 1), (((40, 0), (64, 50)), 16384, 80)],
+    [
+        extended(((40, 400),), 16000, 8),
+        (((20, 0), (0, 30), (50, 33), (9, 100)), None, 1),
+        (((40, 0), (64, 50)), 16384, 80),
+    ],
     ids=str,
 )
 def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms, take):
@@ -683,10 +698,10 @@ def test_a_sink_of_minus_infinity_is_no_key(lens, bound, num_sms, take):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [{"sinks": True}, {"head_dim": 128} | E4M3], ids=str)
+@pytest.mark.parametrize("extra", [extended({"sinks": True}), {"head_dim": 128} | E4M3], ids=str)
 def test_splits_that_programs_take_in_rounds(extra, take):
     take("wg2", "whole")
-    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 900), (30, 700)))
+    p = make_problem(quire.AttentionSpec(**LLAMA | extra), ((100, 500), (30, 400)))
     plan = make_plan(p, 16384, num_sms=16, num_tokens=None)
     plan = bind_plan(p.spec, plan.batch, replace(plan.launch, num_splits=3), "more splits than are chosen")
     assert plan.launch.num_splits * plan.launch.num_work_tiles(130) > plan.launch.num_programs(200) == 16
@@ -705,9 +720,12 @@ def test_splits_of_intervals(sight, take):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sight", SIGHTS)
-@pytest.mark.parametrize("page_size", [16, 1])
-@pytest.mark.parametrize("extra", [{}, extended({"head_dim": 128, "sinks": True}), {"head_dim": 128} | E4M3], ids=str)
+@pytest.mark.parametrize(
+    *in_turn(
+        extra=[{}, {"head_dim": 128} | E4M3, {"head_dim": 128, "sinks": True}], page_size=[16, 1], sight=[*SIGHTS]
+    ),
+    ids=str,
+)
 def test_intervals(extra, page_size, sight):
     """Slots that no row sees hold NaN."""
     bound = LONG if sight == "anywhere" else None
@@ -715,7 +733,7 @@ def test_intervals(extra, page_size, sight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [{}, {"head_dim": 128} | E4M3], ids=str)
+@pytest.mark.parametrize("extra", [{}, extended({"head_dim": 128} | E4M3)], ids=str)
 def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
     """All rows of a sequence see the same keys, one more or one less than whole tiles of 64 or of 128."""
     edges = [(begin, end) for begin in (63, 64, 65) for end in (191, 192, 193, 255, 256, 257)]
@@ -732,17 +750,17 @@ def test_tiles_at_whose_edges_intervals_begin_and_end(extra):
     ("extra", "page_size"),
     [
         ({}, 1),
-        ({"head_dim": 80, "sinks": True}, 16),
-        ({"head_dim": 256}, 16),
-        ({"head_dim": 256}, 1),
+        extended({"head_dim": 80, "sinks": True}, 16),
+        extended({"head_dim": 256}, 16),
+        extended({"head_dim": 256}, 1),
         extended({"head_dim": 256}, 131),
-        ({"head_dim": 512}, 16),
+        extended({"head_dim": 512}, 16),
         extended({"head_dim": 192}, 16),
-        ({"head_dim": 144}, 1),
+        extended({"head_dim": 144}, 1),
         ({"head_dim": 224, "sinks": True}, 16),
         ({"head_dim": 136}, 131),
         extended({"head_dim": 320}, 16),
-        ({"num_q_heads": 14}, 1),
+        extended({"num_q_heads": 14}, 1),
     ],
     ids=str,
 )
@@ -765,7 +783,7 @@ def test_batch_invariant_plans(extra, page_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim_v", [200, 256, 320])
+@pytest.mark.parametrize("head_dim_v", [*map(extended, (200, 256)), 320])
 def test_values_in_several_parts(head_dim_v):
     """A work tile has some columns of the values. Parts of 320 columns have 192 each, or 128."""
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": 128, "head_dim_v": head_dim_v})
@@ -783,7 +801,9 @@ def test_more_sequences_than_are_looked_at_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 1), (64, 2), (80, 0), (128, 1), (128, 2)])
+@pytest.mark.parametrize(
+    ("head_dim", "seed"), [(64, 1), (128, 2), *(extended(*case) for case in ((64, 0), (64, 2), (80, 0), (128, 1)))]
+)
 def test_any_order_of_events_gives_the_same_bits(head_dim, seed):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim})
     lens = ((130, 300), (130, 170)) if head_dim == 128 else ((40, 300), (70, 170))  # keys are multiplied ahead, or not
@@ -842,17 +862,13 @@ def assert_latents_are_right(take, spec, lens=LATENTS, partitions=2, page_size=6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
-    ("num_q_heads", "causal", "blocks"),
+    ("num_q_heads", "causal", "blocks", "kv_dtype"),
     [
-        (1, True, "narrow"),
-        extended(8, False, "narrow"),
-        (16, True, "wide"),
-        extended(40, False, "wide"),
-        (40, True, "wide"),
-        (40, True, "narrow"),
-        extended(40, False, "narrow"),
+        *((16, True, "wide", torch.float8_e4m3fn), (40, True, "wide", None), (40, True, "narrow", torch.float8_e4m3fn)),
+        *(extended(1, True, "narrow", None), extended(16, True, "wide", None), extended(40, True, "narrow", None)),
+        *(extended(8, False, "narrow", dtype) for dtype in (None, torch.float8_e4m3fn)),
+        *(extended(40, False, blocks, None) for blocks in ("wide", "narrow")),
     ],
 )
 def test_latents(num_q_heads, causal, blocks, kv_dtype, take):
@@ -860,14 +876,18 @@ def test_latents(num_q_heads, causal, blocks, kv_dtype, take):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "kv_dtype"), [(8, None), (48, torch.float8_e4m3fn), (528, None)])
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [extended(8, None), (48, torch.float8_e4m3fn), extended(528, None)])
 def test_pages_of_latents(page_size, kv_dtype, take):
     assert_latents_are_right(take, latent_spec(16, kv_dtype=kv_dtype), page_size=page_size)
 
 
-@pytest.mark.parametrize("fields", [{}, E4M3, PRODUCTS_IN_FP8], ids=str)
 @pytest.mark.parametrize(
-    ("num_q_heads", "page_size", "blocks"), [(16, 1, "wide"), (16, 83, "wide"), (40, 1, "narrow"), (128, 12, "wide")]
+    ("num_q_heads", "page_size", "blocks", "fields"),
+    [
+        *((16, 1, "wide", {}), (40, 1, "narrow", E4M3), (128, 12, "wide", PRODUCTS_IN_FP8)),
+        *(extended(16, 83, "wide", E4M3), extended(40, 1, "narrow", {}), extended(128, 12, "wide", {})),
+    ],
+    ids=str,
 )
 def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, blocks, fields, take):
     """Slots that no sequence sees hold NaN, and what is not seen of a tile is zeros."""
@@ -877,14 +897,15 @@ def test_latents_of_small_pages_are_gathered(num_q_heads, page_size, blocks, fie
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_q_heads", [16, extended(64)])
 @pytest.mark.parametrize(
-    "lens",
-    [((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
-    ids=lambda lens: f"{len(lens)} of {lens[0][1]}",
+    *in_turn(
+        kv_dtype=[None, torch.float8_e4m3fn],
+        num_q_heads=[16, 64],
+        blocks=["wide", "narrow"],
+        lens=[((1, 1),), ((1, 600),), tuple((1, 37 * i % 100) for i in range(9)), ((1, 0),) * 3],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("blocks", ["wide", "narrow"])
 def test_lengths_of_latents(lens, num_q_heads, kv_dtype, blocks, take):
     """Partitions cut sequences, and hold several."""
     spec = latent_spec(num_q_heads, kv_dtype=kv_dtype)
@@ -896,9 +917,9 @@ def test_lengths_of_latents(lens, num_q_heads, kv_dtype, blocks, take):
     ("num_q_heads", "page_size", "fields"),
     [
         (40, 64, {"causal": True}),
-        (64, 8, {}),
+        extended(64, 8, {}),
         extended(128, 48, {"causal": True}),
-        (33, 528, {"dtype": torch.bfloat16}),
+        extended(33, 528, {"dtype": torch.bfloat16}),
     ],
 )
 def test_products_of_latents_in_fp8(num_q_heads, page_size, fields, take):

@@ -15,6 +15,7 @@ import quire
 from quire import intervals
 from quire.dispatch.config import KernelConfig
 from quire.testing import error_budget, make_problem
+from tests.pairs import in_turn
 
 TWO_KV_HEADS = {"num_q_heads": 6, "num_kv_heads": 2, "head_dim": 16}
 HEADS = {"num_q_heads": 3, "num_kv_heads": 1, "head_dim": 16}
@@ -137,8 +138,7 @@ def test_every_rule_is_as_a_plain_program_says(rule, offsets, device):
     assert len(found) == num_tokens and all(begin >= end for begin, end in found[starts[-1] :])
 
 
-@splits(1, 3)
-@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(*in_turn(sight=[*SIGHTS], num_splits=[1, 3]))
 def test_every_kind_of_interval(sight, num_splits, solve, assert_within_budget):
     spec = quire.AttentionSpec(**TWO_KV_HEADS if sight == "anywhere" else HEADS, dtype=torch.float32)
     assert_within_budget(*solve(spec, MIXED, num_splits, page_size=5, per_token=SIGHTS[sight]))
@@ -163,8 +163,7 @@ FEATURES = {
 }
 
 
-@splits(1, 3)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(*in_turn(feature=[*FEATURES], num_splits=[1, 3]))
 def test_features_with_intervals(feature, num_splits, solve, assert_within_budget):
     spec = quire.AttentionSpec(**{"dtype": torch.float32} | HEADS | FEATURES[feature])
     scales = "token" if feature == "int8" else "head"
@@ -206,8 +205,7 @@ def test_full_tiles_are_those_that_every_row_sees(sight, device, assert_within_b
 
 @pytest.mark.slow
 @pytest.mark.triton
-@pytest.mark.parametrize("num_splits", [2, 40])
-@pytest.mark.parametrize("begins", [(0, 0, 0), (37, 300, 5)])
+@pytest.mark.parametrize(*in_turn(begins=[(0, 0, 0), (37, 300, 5)], num_splits=[2, 40]))
 def test_full_tiles_of_drafts_are_those_that_every_row_sees(begins, num_splits, device, assert_within_budget):
     """The rows of the first sequence end at 797 to 801 of 800 keys, those of the second around a tile's edge."""
 

@@ -45,7 +45,7 @@ def equal(a, b):
 
 @pytest.mark.slow
 @pytest.mark.triton
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("features", [*FEATURES[:2], *map(extended, FEATURES[2:])], ids=str)
 def test_the_rest_of_the_batch_and_the_cuts_change_nothing(features, device):
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
     length = 1300 * SCALE
@@ -136,7 +136,7 @@ FOLDED = {
 
 @pytest.mark.slow
 @pytest.mark.triton
-@pytest.mark.parametrize("case", some_extended(FOLDED, ["scales per head", "padding rows and columns"]))
+@pytest.mark.parametrize("case", some_extended(FOLDED, FOLDED.keys() - {"window, sinks", "scales per token"}))
 def test_which_launch_folds_states_changes_nothing(case, take, device):
     features, lens, *options = FOLDED[case]
     spec = quire.AttentionSpec(**HEADS | features, dtype=torch.float16)
@@ -164,7 +164,7 @@ def test_a_zero_has_one_sign(device):
     problem.cache.k[page, slot] = key.to(device, torch.float16)[:, None, None]
     problem.cache.v[page, slot] = values.to(device, torch.float16)[:, None, None]
     problem.q.fill_(1)
-    for queries, end, num_splits in ((1, 512, 1), (1, 512, 2), (20, 525, 1), (600, 600, 1), (600, 600, 3)):
+    for queries, end, num_splits in ((1, 512, 1), (1, 512, 2), (20, 525, 1)):
         out = attend(spec, problem, ((queries, end),), num_splits).out[last - (end - queries)]
         assert not out.any() and not out.signbit().any(), (queries, end, num_splits)
 

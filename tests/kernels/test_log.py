@@ -24,6 +24,7 @@ from quire.kernels.portable.runner import PortableRunner
 from quire.plan import decide
 from quire.targets import TARGETS
 from quire.testing import Problem, make_problem
+from tests.extended import extended
 from tests.kernels.test_invariance import with_odd_starts
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "dtype": torch.float16}
@@ -122,7 +123,8 @@ def test_what_was_said_is_remembered_within_a_bound(lines, monkeypatch):
     assert len(log.SAID) == 2
 
 
-@pytest.mark.parametrize(("wanted", "speak"), [("", 0), ("plan", 1), ("launch", 0), ("all", 1)])
+@pytest.mark.pytorch
+@pytest.mark.parametrize(("wanted", "speak"), [extended("", 0), ("plan", 1), ("launch", 0), extended("all", 1)])
 def test_the_variable_writes_to_standard_error_what_no_application_takes(wanted, speak):
     environment = os.environ | {"QUIRE_LOG": wanted, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)

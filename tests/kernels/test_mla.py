@@ -161,9 +161,16 @@ def test_fp8_latents_with_one_scale(num_splits, dtype, device, assert_within_bud
     assert_within_budget(p, attend(p, num_splits=num_splits)[1])
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("layout", "rope"), [("fp8_ds_mla", 64), ("fp8_ds_mla_584", 0), ("fp8_ds_mla_528", 0)])
+@pytest.mark.parametrize(
+    ("layout", "rope", "dtype", "batch_invariant"),
+    [
+        ("fp8_ds_mla_584", 0, torch.float16, True),
+        ("fp8_ds_mla", 64, torch.float32, False),
+        ("fp8_ds_mla_528", 0, torch.float16, False),
+        *(extended(layout, 0, torch.float32, True) for layout in ("fp8_ds_mla_584", "fp8_ds_mla_528")),
+        *(extended("fp8_ds_mla", 64, torch.float16, batch_invariant) for batch_invariant in (False, True)),
+    ],
+)
 def test_records_with_scales_of_their_own(layout, rope, dtype, batch_invariant, device, assert_within_budget):
     spec = mla(3, 512, rope, dtype, kv_dtype=FP8)
     p = make_problem(spec, ((1, 50), (2, 20)), page_size=4, layout=layout, device=device)

@@ -226,7 +226,7 @@ def test_half_of_the_programs_begin_with_sequences_of_one_row_block(num_sms, pag
     assert torch.equal(state.out, other.out) and torch.equal(state.lse, other.lse)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *map(extended, range(5, 20))])
 def test_programs_empty_the_queue_from_both_ends(seed):
     """Each work tile is taken once, in any order of programs, and one program finds last that there is no more."""
     draw = random.Random(seed)
@@ -267,7 +267,8 @@ def test_programs_empty_the_queue_from_both_ends(seed):
 
 
 @pytest.mark.usefixtures("small_parts_count")
-@pytest.mark.parametrize(("decodes", "seqs"), [(0, [0, 0, 0, 0, 4]), extended(4, [16, 16, 16, 15, 15])])
+@pytest.mark.extended
+@pytest.mark.parametrize(("decodes", "seqs"), [(0, [0, 0, 0, 0, 4]), (4, [16, 16, 16, 15, 15])])
 def test_no_program_has_two_of_the_longest_work_tiles(decodes, seqs, monkeypatch):
     """Four work tiles of a chunk of 1,500 keys take as long as five of decoding sequences each."""
     chunk, decoding = ((80, 1500),), ((1, 300), (1, 290), (1, 310), (1, 300))
@@ -289,6 +290,7 @@ def test_more_work_tiles_than_are_counted_are_taken_from_the_front(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_parts_count")
+@pytest.mark.extended
 @pytest.mark.parametrize("bound", [pytest.param(LONG, id="long"), pytest.param(1024, id="short")])
 def test_chunks_of_as_many_queries_come_in_the_order_of_their_contexts(bound, monkeypatch, take):
     """Nothing that the host knows tells them apart. Launches of short contexts, which cut none, find it elsewhere."""
@@ -314,6 +316,7 @@ def test_of_more_sequences_than_are_ordered_the_first_ones_end_a_launch(monkeypa
 
 
 @pytest.mark.usefixtures("small_parts_count")
+@pytest.mark.extended
 def test_the_longest_sequence_comes_first_in_each_section_of_heads(monkeypatch):
     spec = replace(quire.AttentionSpec(**LLAMA), num_q_heads=4, num_kv_heads=4)
     lens = ((70, 90), (66, 1100), (70, 300))

@@ -1,16 +1,15 @@
 """The suite is itself tested: in a copy of the package with one place broken, the tests meant for it must fail."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import triton
 
-from tests.extended import extended
 from tests.mutations.generated import GROUPS, Places, files_of, floors, mutants_of
-from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE, SLOW
+from tests.mutations.mutants import IN_INTERPRETER, ON_HOPPER, OUTSIDE
 from tests.mutations.server import PACKAGE, ROOT, Mutant, Server
 
 INTERPRETS = triton.knobs.runtime.interpret
@@ -23,9 +22,20 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def default_and_extended(names: Iterable[str]) -> list[Any]:
-    """Return the names of mutants for `pytest.mark.parametrize`; those whose judges are slow are extended cases."""
-    return [extended(name) if name in SLOW else name for name in names]
+def default_and_extended(mutants: dict[str, Mutant]) -> list[Any]:
+    """Return the names of mutants for `pytest.mark.parametrize`. By default, each file of judges has one: it can fail.
+
+    The others are extended cases. An engine takes seconds to import: its mutants are for the matrix of engines.
+    """
+    first = {mutant.judge.partition("::")[0]: name for name, mutant in reversed(mutants.items())}
+
+    def marks(name: str, file: str) -> list[pytest.MarkDecorator]:
+        if file.startswith("engines/test_vllm"):
+            return [pytest.mark.slow]
+        return [] if first[file] == name else [pytest.mark.extended]
+
+    judges = {name: mutant.judge.partition("::")[0] for name, mutant in mutants.items()}
+    return [pytest.param(name, marks=marks(name, file)) for name, file in judges.items()]
 
 
 def check(mutant: Mutant, server: Server) -> None:
@@ -36,7 +46,6 @@ def check(mutant: Mutant, server: Server) -> None:
 @pytest.mark.parametrize("name", IN_INTERPRETER | OUTSIDE | ON_HOPPER)
 def test_every_mutant_has_its_place_and_its_judge(name):
     """Those too that are judged only where an engine, a compiler or a GPU is there."""
-    assert set(IN_INTERPRETER | OUTSIDE) >= SLOW
     mutant = (IN_INTERPRETER | OUTSIDE | ON_HOPPER)[name]
     assert mutant.text() != (PACKAGE / mutant.file).read_text()
     assert exists(mutant.judge)

@@ -256,7 +256,7 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
         tiles, longest, num_seqs = tiles + of_seq * count, max(longest, of_seq), num_seqs + count
     sms, parts = request.device.num_sms, launch.num_partitions
     share = max(1.0, tiles / parts)
-    programs = min(parts, tiles)
+    programs = max(1.0, min(parts, tiles))  # sequences may have no keys
     partials = longest / share
     rows = 2 * blocks * programs * launch.partial_rows if partials > 1 else 0
     partial_bytes = rows * 4 * (spec.kv_lora_rank + 2)
