@@ -29,7 +29,7 @@ from quire.kernels.portable.variants import configs_of as portable_configs
 from quire.kernels.shared_prefix.launch import levels_of
 from quire.kernels.work import lens_of, scenarios, work_of
 from quire.launch_codec import decode, decode_options
-from quire.plan import decide, decide_launch, is_worth_sharing
+from quire.plan import decide, decide_launch
 from quire.targets import TARGETS
 
 SPEC = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
@@ -131,13 +131,13 @@ SHARED = {  # samples, keys of their prompt: µs that shares it, and flat (docs/
 @pytest.mark.parametrize(("samples", "prompt"), SHARED)
 def test_a_prefix_is_worth_sharing_where_an_h200_took_less(samples, prompt):
     batch = quire.Batch(*(torch.zeros(samples, *more, dtype=torch.int32) for more in ((1,), ())))
-    bounds, (once, again) = Bounds(1, prompt + 256, samples), SHARED[samples, prompt]
+    bounds, (once, again) = {"max_query_len": 1, "max_seq_len": prompt + 256}, SHARED[samples, prompt]
     with compile_for(TARGETS["sm90"].properties, on_compile=None):
-        assert is_worth_sharing(SPEC, batch, bounds, prompt) == (once < again)
-        assert not is_worth_sharing(replace(SPEC, sliding_window=64), batch, bounds, prompt)
-        plan = quire.plan(SPEC, batch, max_query_len=1, max_seq_len=prompt + 256, shared_prefix=prompt)
+        assert quire.is_worth_sharing(SPEC, batch, shared_prefix=prompt, **bounds) == (once < again)
+        assert not quire.is_worth_sharing(replace(SPEC, sliding_window=64), batch, shared_prefix=prompt, **bounds)
+        plan = quire.plan(SPEC, batch, **bounds, shared_prefix=prompt)
         assert plan.predicted_us == pytest.approx(once, rel=0.2)
-    assert not is_worth_sharing(SPEC, batch, bounds, prompt)  # PyTorch serves the CPU
+    assert not quire.is_worth_sharing(SPEC, batch, shared_prefix=prompt, **bounds)  # PyTorch serves the CPU
 
 
 def test_a_choice_is_of_the_least_predicted_time_where_lengths_are_known():

@@ -16,6 +16,7 @@ from quire.integrations import flash_attn, flashinfer
 VERBS = (
     "attention",
     "copy_pages",
+    "is_worth_sharing",
     "merge_states",
     "begin_warmup",
     "no_compilation",

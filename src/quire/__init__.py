@@ -18,7 +18,7 @@ from quire.cache import PagedKVCache
 from quire.compile_ahead.verbs import begin_warmup, no_compilation, warmup, workspace_size
 from quire.errors import OutOfPagesError, UnsupportedError
 from quire.norm_rope import QKNorm, Rope
-from quire.plan import Plan, plan
+from quire.plan import Plan, is_worth_sharing, plan
 from quire.score_functions import mask, score
 from quire.spec import AttentionSpec
 from quire.state import State
@@ -39,6 +39,7 @@ __all__ = [
     "attention",
     "begin_warmup",
     "copy_pages",
+    "is_worth_sharing",
     "mask",
     "merge_states",
     "no_compilation",

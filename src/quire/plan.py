@@ -317,13 +317,46 @@ def plan(
     return made
 
 
-def is_worth_sharing(spec: AttentionSpec, batch: Batch, bounds: Bounds, num_keys: int) -> bool:
-    """Return whether a plan of a batch, whose sequences share some keys, is predicted to take less if it shares them.
+def is_worth_sharing(
+    spec: AttentionSpec,
+    batch: Batch,
+    *,
+    shared_prefix: int,
+    max_query_len: int,
+    max_seq_len: int,
+    num_tokens: int | None = None,
+) -> bool:
+    """Return whether a plan is predicted to take less with this `shared_prefix` than without it.
 
-    It does not for PyTorch, of which nothing is predicted, and where shared prefixes are not served.
+    It is not for PyTorch, of which nothing is predicted, nor where shared prefixes are not served. Nothing is launched.
+    Source: the predicted times of `Plan.predicted_us`. Keys that are read again come from a cache, and are cheaper.
+
+    Args:
+        spec: what is computed.
+        batch: the sequences; [num_seqs] lengths and [num_seqs, max_pages] page table, of which nothing is read.
+        shared_prefix: leading keys that all sequences have in common, in whole pages.
+        max_query_len: most queries of a sequence, as for `quire.plan`.
+        max_seq_len: most keys of a sequence, shared ones included.
+        num_tokens: most query tokens of the batch; by default as many as sequences of these lengths may have.
+
+    Returns:
+        True if sharing is predicted to pay.
+
+    Raises:
+        ValueError: for bounds that `quire.plan` refuses.
+
+    Examples:
+        >>> spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+        >>> table, seq_lens = torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+        >>> batch = quire.Batch(table, seq_lens)
+        >>> quire.is_worth_sharing(spec, batch, shared_prefix=96, max_query_len=1, max_seq_len=128)  # PyTorch serves it
+        False
     """
+    if num_tokens is None:
+        num_tokens = batch.num_seqs * max_query_len
+    bounds = Bounds(max_query_len, max_seq_len, num_tokens)
     try:
-        levels = check_shared_prefix(num_keys, spec, batch, bounds)
+        levels = check_shared_prefix(shared_prefix, spec, batch, bounds)
     except UnsupportedError:
         return False
     options = Options(None, None, False, None)

@@ -48,7 +48,7 @@ def test_right_results_are_timed_and_wrong_ones_reported():
     [
         Case("latents", "MLA decode", ((1, 300),) * 4, "MLA, 16 heads", 64),
         Case("drafts", "MLA decode", ((2, 300),) * 4, "MLA, 128 heads", 64),
-        Case("long fp8 latents", "MLA decode", ((1, 3000),) * 8, "MLA, 128 heads", 64, kv_dtype="float8_e4m3fn"),
+        Case("long fp8 latents", "MLA decode", ((1, 9000),) * 32, "MLA, 128 heads", 64, kv_dtype="float8_e4m3fn"),
         Case("expanded", "MLA prefill", ((300, 300), (20, 100)), "MLA, 16 heads, expanded", 1, packed=True),
     ],
     ids=lambda case: case.name,

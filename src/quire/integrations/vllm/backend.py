@@ -5,7 +5,7 @@ attention (MLA).
 """
 
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,6 @@ from quire.integrations.vllm import ahead, contract
 from quire.integrations.vllm.plans import Kind, Launch, Planner, bidirectional, one_query_each, shares, unpaged
 from quire.integrations.vllm.sharded import ShardedStep, Shares
 from quire.integrations.vllm.spans import has_spans, scheduled_spans, see_by_sequence, see_spans, without_window
-from quire.kernels.shared_prefix.launch import spec_of_shared_keys
 
 contract.check_version()
 
@@ -204,7 +203,7 @@ class QuireMetadataBuilder(base.AttentionMetadataBuilder[QuireMetadata], Planner
 
     def parts_of(self, spec: AttentionSpec) -> list[AttentionSpec]:
         """Return the specs of the parts of a layer's plans that share prefixes: for shared keys, and for others."""
-        return [spec_of_shared_keys(spec), spec] if self.may_share else []
+        return [replace(spec, causal=False, sinks=False), spec] if self.may_share else []
 
     def kinds(self, spec: AttentionSpec) -> list[Kind]:
         """Return the specs of a layer's plans, and what their batches have."""

@@ -16,10 +16,8 @@ import torch
 
 import quire
 from quire import AttentionSpec, ChosenKeys, PagedKVCache, Plan
-from quire.dispatch.request import Bounds
 from quire.integrations.engine import LEAST_KEYS, START
 from quire.integrations.vllm import contract
-from quire.plan import is_worth_sharing
 
 envs: Any = contract.load("vllm.envs")
 ENCODER_DECODER = contract.load("vllm.v1.attention.backend").AttentionType.ENCODER_DECODER
@@ -206,8 +204,8 @@ def shares(
     """
     table = torch.empty(num_seqs, 1, dtype=torch.int32, device=device)
     starts = None if num_tokens == num_seqs else torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
-    batch, bounds = quire.Batch(table, table[:, 0], starts), Bounds(max_query_len, num_keys + max_query_len, num_tokens)
-    return is_worth_sharing(spec, batch, bounds, num_keys)
+    lens = {"max_query_len": max_query_len, "max_seq_len": num_keys + max_query_len, "num_tokens": num_tokens}
+    return quire.is_worth_sharing(spec, quire.Batch(table, table[:, 0], starts), shared_prefix=num_keys, **lens)
 
 
 def one_query_each(query_start_loc_cpu: torch.Tensor, max_query_len: int, num_tokens: int) -> bool:
