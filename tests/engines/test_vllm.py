@@ -56,7 +56,7 @@ register()
 from quire.integrations.vllm import ahead
 from quire.integrations.vllm import backend as quire_backend
 from quire.integrations.vllm.backend import QuireBackend, QuireImpl, QuireMetadataBuilder
-from quire.integrations.vllm.plans import one_query_each
+from quire.integrations.vllm.plans import one_query_each, rounded_up
 
 NAME = contract.backend_name()
 E4M3 = torch.float8_e4m3fn
@@ -443,6 +443,19 @@ def test_plans_are_made_once_for_all_layers_and_kept_over_steps(monkeypatch):
     assert other.plan(layer.impl.spec, query.shape[0], 16).batch.page_table is other.block_table
     padded = builder.build(0, common.replace(num_actual_tokens=5)).plan(layer.impl.spec, 5, 16)
     assert padded.batch.cu_seqlens_q is not None  # more tokens than sequences: vLLM's cumulative counts are needed
+
+
+def test_steps_with_chunks_of_prompts_have_plans_in_common(monkeypatch):
+    problem = make_problem(SPEC, BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem)
+    common, *_ = step_of(problem, pad=0, width=9)
+    bounds, plan = [], quire.plan
+    monkeypatch.setattr(quire, "plan", lambda *nouns, **options: (bounds.append(options), plan(*nouns, **options))[1])
+    for num_tokens, most in ((37, 33), (40, 36), (41, 33), (63, 60)):
+        step = common.replace(max_query_len=most, num_actual_tokens=num_tokens)
+        builder.build(0, step).plan(layer.impl.spec, num_tokens, 16)
+    assert [(made["num_tokens"], made["max_query_len"]) for made in bounds] == [(40, 40), (48, 40), (64, 64)]
+    assert all(n <= rounded_up(n, 100) <= min(100, n + n // 4) for n in range(101))
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,17 @@ class Planner:
         """Return a plan: an earlier one if bounds and memory are the same.
 
         The bound of the keys is the next power of two, or the longest context, or the table's width, so that decoding
-        does not need a new plan for every token. Where keys are not paged, the table says where those of each sequence
-        begin.
+        does not need a new plan for every token. Those of queries are rounded as well, since no two steps with chunks
+        of prompts are alike, and to decide a plan takes a millisecond. Where keys are not paged, the table says where
+        those of each sequence begin.
         """
         own = max_seq_len - num_shared
         rounded = num_shared + max(LEAST_KEYS, 1 << max(0, own - 1).bit_length())
         rounded = min(rounded, max(max_seq_len, self.bounds["max_seq_len"]))
         max_seq_len = min(rounded, table.shape[1] * page_size)
+        if max_query_len > 1:
+            num_tokens = rounded_up(num_tokens, self.bounds["max_num_tokens"])
+            max_query_len = rounded_up(max_query_len, num_tokens)
         memory = (
             table.data_ptr(),
             table.stride(0),
@@ -192,6 +196,12 @@ def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
     contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
     START.debug("vLLM chose Quire for %s: %s, a cache in %s", layers, heads, dtype)
+
+
+def rounded_up(number: int, most: int) -> int:
+    """Return the next number of three binary digits and zeros, or `most` if that comes first."""
+    step = 1 << max(0, number.bit_length() - 3)
+    return max(number, min(most, -(-number // step) * step))
 
 
 @lru_cache(maxsize=1024)
