@@ -345,6 +345,11 @@ def make_plan() -> tuple[Callable, dict[str, Any]]:
     return quire.plan, dict(spec=p.spec, batch=p.batch, **p.bounds, **options, shared_prefix=None)
 
 
+def make_is_worth_sharing() -> tuple[Callable, dict[str, Any]]:
+    p = paged_problem()
+    return quire.is_worth_sharing, dict(spec=p.spec, batch=p.batch, shared_prefix=4, **p.bounds)
+
+
 def make_shared_prefix(shared_prefix: Any) -> tuple[Callable, dict[str, Any]]:
     plan, arguments = make_plan()
     arguments["batch"].page_table[:, 0], arguments["batch"].seq_lens[1] = 1, 8  # the second sequence has 4 own keys
@@ -882,6 +887,7 @@ CALLS = {
     "attention, latents and a pair": Call(lambda: make_latent_attention(pair=True), confirm_attention),
     "varlen_attention": Call(make_varlen_attention, confirm_varlen_attention),
     "plan": Call(make_plan, confirm_plan),
+    "is_worth_sharing": Call(make_is_worth_sharing, lambda a, result: result is False),  # PyTorch serves the CPU
     "plan, a shared prefix": Call(lambda: make_shared_prefix(4), confirm_plan),
     "plan, levels of shared prefixes": Call(lambda: make_shared_prefix([[(2, 4)], [(1, 0), (1, 0)]]), confirm_plan),
     "AttentionSpec": Call(make_spec, confirm_spec),

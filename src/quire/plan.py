@@ -352,9 +352,19 @@ def is_worth_sharing(
         >>> quire.is_worth_sharing(spec, batch, shared_prefix=96, max_query_len=1, max_seq_len=128)  # PyTorch serves it
         False
     """
-    if num_tokens is None:
-        num_tokens = batch.num_seqs * max_query_len
-    bounds = Bounds(max_query_len, max_seq_len, num_tokens)
+    bounds, _ = check_plan_arguments(
+        spec,
+        batch,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        num_tokens=num_tokens,
+        num_splits=None,
+        config=None,
+        batch_invariant=False,
+        workspace=None,
+        kernel=None,
+        kernels=FAMILIES,
+    )
     try:
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds)
     except UnsupportedError:

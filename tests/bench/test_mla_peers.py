@@ -228,7 +228,7 @@ def test_what_a_library_lacks_is_refused(name, case):
 
 
 def test_products_in_fp8_are_measured_where_plans_choose_them():
-    inputs = make_inputs(over_latents(128, [20000], "1x20000", kv_dtype="float8_e4m3fn"), "cpu", max_tables=1)
+    inputs = make_inputs(over_latents(128, [8192] * 32, "32x8192", kv_dtype="float8_e4m3fn"), "cpu", max_tables=1)
     with compile_for(TARGETS["sm90"].properties, on_compile=lambda *facts: None):
         call = quire_with_fp8_products(inputs, inputs.empty_out())(inputs.tables[0])
     plan = call.args[2]

@@ -65,14 +65,14 @@ ON_THE_STACK_OF_WIDE_HEADS = 248  # of head_dim 512, with Triton 3.9.0; 176 with
 ON_THE_STACK_OF_PAIRS = 96  # e4m3 decode, outside of the loop over tiles: 88 with Triton 3.8.0, 16 with 3.6.0
 ON_THE_STACK_OF_LATENTS = 32  # portable, for sm90: 3.7.1 and 3.9.0, outside of the loop over tiles; else 0
 ON_THE_STACK_OF_CONVERTERS = 192  # fp8 latents: 176 with Triton 3.9.0, 48 with 3.6.0
-ON_THE_STACK_OF_FEW_FP8_ROWS = 24  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
+ON_THE_STACK_OF_FEW_FP8_ROWS = 48  # with Triton 3.9.0, from before the roles; 0 with 3.6.0
 ON_THE_STACK_OF_TURNS = 352  # fp8 latents, 32 rows: 352 with Triton 3.9.0, 216 with 3.6.0, mostly outside of the loop
 ON_THE_STACK_OF_PRODUCTS = 576  # of latents in fp8: 576 with Triton 3.9.0, 344 with 3.6.0, mostly outside of its loops
 
 # Of the loop for capped scores, by head_dim, with Triton 3.6.0 and with 3.9.0. GPUs were measured with 3.6.0.
-ON_THE_STACK_OF_CAPPED = {64: (0, 0), 128: (24, 40), 256: (16, 80)}  # of 128 before and after the loops
+ON_THE_STACK_OF_CAPPED = {64: (0, 32), 128: (32, 56), 256: (112, 144)}  # of 128 before and after the loops
 # Most instructions of a loop that read or write the stack.
-IN_CAPPED_LOOPS = {64: (0, 0), 128: (0, 1), 256: (0, 1)}
+IN_CAPPED_LOOPS = {64: (0, 2), 128: (0, 2), 256: (9, 9)}
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
@@ -1113,7 +1113,8 @@ def test_fp8_products_of_latents_compile_for_more_than_32_rows(num_q_heads):
     spec = quire.AttentionSpec.mla(
         num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn, allow_fp8=True
     )
-    plan, compiled = Launch(spec, 8, 1, 4096, 8).compile(TARGETS["sm90"])
+    launch = Launch(spec, 32, 1, 8192, 32) if num_q_heads == 128 else Launch(spec, 8, 1, 4096, 8)
+    plan, compiled = launch.compile(TARGETS["sm90"])
     assert plan.kernel == "mla_hopper" and plan.launch.fp8_mma == (num_q_heads == 128)
     assert [c.kernel for c in compiled] == ["mla_schedule_kernel", "mla_hopper_kernel", "mla_combine_kernel"]
     kernel = compiled[1]
