@@ -32,8 +32,8 @@ CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
 FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 # Of plans that share prefixes, as an H200 took them (docs/results/intervals_h200.md):
-SMALL_LAUNCHES = 6.5  # µs of those that find each sequence's own keys, and of the one that combines
-FROM_CACHE = 1.7  # times as fast as from memory come keys that another sequence reads as well
+SMALL_LAUNCHES = 6.5  # µs of the launches that find the own keys of each sequence and that combine states
+FROM_CACHE = 1.7  # keys that another sequence reads too come from L2, so many times as fast as from memory
 
 
 def variants(request: Request, options: Options, within: bool = False) -> tuple[dict[str, Launch], dict[str, str]]:
