@@ -15,8 +15,8 @@ if triton.knobs.runtime.interpret:
 
 FORMATS = ("int4", "nvfp4", "k8v4")
 NO_SPILLS = "sm80", "sm90"
-# Bytes that ptxas spills to fit one more program on an SM, with fewer registers than there are.
-BY_CHOICE = {"3.7.1": 24}.get(triton.__version__, 16)
+# Bytes that ptxas spills to fit one more program on an SM. 3.7.1 reads them once in a tile of k8v4.
+BY_CHOICE = {"3.7.1": 48}.get(triton.__version__, 16)
 BY_DEFAULT = {("int4", "sm90")}
 CASES = [
     (kv_format, target) if (kv_format, target) in BY_DEFAULT else extended(kv_format, target)
