@@ -170,6 +170,20 @@ def test_a_default_device_is_no_matter():
     assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
 
 
+@pytest.mark.parametrize("fields", [*FEATURES.values(), {"kv_format": "nvfp4"}], ids=str)
+def test_a_default_dtype_is_no_matter(fields):
+    """Engines make a model's layers with that of its weights."""
+    p = make_problem(make_spec(**fields), LENS)
+    expected = attend(p, return_lse=True)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attend(p, return_lse=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.out.dtype is expected.out.dtype and torch.equal(found.out, expected.out)
+    assert found.lse.dtype is expected.lse.dtype and torch.equal(found.lse, expected.lse)
+
+
 def with_table(p, row, column, page):
     table = p.batch.page_table.clone()
     table[row, column] = page

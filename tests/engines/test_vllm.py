@@ -499,7 +499,11 @@ def test_a_warm_up_begins_when_a_layer_is_made(change, monkeypatch):
         contract, "expected_cache", lambda *sizes: torch.empty(2, 2, 16, *sizes[2:4], dtype=sizes[4], device="meta")
     )
     monkeypatch.setattr(quire, "begin_warmup", lambda *args, **options: begun.append((args, options)))
-    ahead.begin(impl, impl.kv_dtype in (E4M3,))
+    torch.set_default_dtype(torch.bfloat16)  # in which vLLM makes a model's layers
+    try:
+        ahead.begin(impl, impl.kv_dtype in (E4M3,))
+    finally:
+        torch.set_default_dtype(torch.float32)
     if change not in ("none", "fp8"):
         assert not begun
         return
@@ -1063,7 +1067,7 @@ def assert_begins_what_it_warms_up(folder: Path, monkeypatch: pytest.MonkeyPatch
     events, warmed, builders, build = [], [], [], QuireMetadataBuilder.build
     load = DefaultModelLoader.load_weights
     on_a_gpu = SimpleNamespace(is_available=lambda: True, current_device=lambda: 0)
-    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=on_a_gpu, device=torch.device, ones=torch.ones))
+    monkeypatch.setattr(ahead, "torch", SimpleNamespace(cuda=on_a_gpu, device=torch.device))
     monkeypatch.setattr(ahead, "captures_steps", lambda config: True)
     monkeypatch.setattr(DefaultModelLoader, "load_weights", lambda *args: events.append("weights") or load(*args))
     monkeypatch.setattr(quire, "begin_warmup", lambda *nouns, **more: events.append((nouns, more)))

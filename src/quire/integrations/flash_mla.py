@@ -359,7 +359,7 @@ def max_logits(q: torch.Tensor, kv: torch.Tensor, lists: torch.Tensor, lens: tor
     seen = lists >= 0
     if lens is not None:
         seen = seen & (torch.arange(lists.shape[1], device=lists.device) < lens[:, None])
-    found = torch.full(q.shape[:2], float("-inf"), device=q.device)
+    found = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     if not lists.shape[1]:
         return found
     step = max(1, CHUNK // (lists.shape[1] * kv.shape[1]))

@@ -104,5 +104,5 @@ def write(k: torch.Tensor, v: torch.Tensor, k_rope: torch.Tensor | None, layer: 
 def as_scale(scale: Any, device: torch.device) -> torch.Tensor:
     """Return a scale per tensor as Quire takes it."""
     if not isinstance(scale, torch.Tensor):
-        return torch.tensor([float(scale)], device=device)
+        return torch.tensor([float(scale)], dtype=torch.float32, device=device)
     return scale.detach().to(device=device, dtype=torch.float32).reshape(1)

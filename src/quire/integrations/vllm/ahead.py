@@ -54,5 +54,5 @@ def expected_pages(impl: Any, page_size: int, quantised: bool) -> PagedKVCache:
         LARGE // (page_size * row) + 1, page_size, impl.num_kv_heads, impl.head_size, impl.kv_dtype
     )
     k, v, layout = contract.keys_and_values(cache, impl.head_size)
-    scale = torch.ones((), device="meta") if quantised else None
+    scale = 1.0 if quantised else None
     return PagedKVCache(k, v, layout, scale, scale)

@@ -37,7 +37,7 @@ def decode_side(
     if codes.has_zero:
         bits = scale[page, slot][..., heads, None].contiguous().view(torch.int32)
         return (x.float() - (bits & 15)) * (bits & ~15).view(torch.float32)
-    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=x.device)
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)], dtype=torch.float32, device=x.device)
     assert blocks is not None
     of_block = blocks.view(torch.uint8)[page, slot][..., heads, :].contiguous().view(torch.float8_e4m3fn).float()
     x = table[x.int()].unflatten(-1, (-1, codes.group)) * of_block[..., None]
