@@ -212,8 +212,11 @@ def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need quire-tools")
     picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200_peers.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
-    runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
+    script = runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    times = {"Quire": 2.0, "FlashInfer fa2": 7.0, "FlashInfer XQA": 4.0, "FlashInfer BatchAttention": 5.0}
+    rows = [{"kind": "decode", "results": {name: {"micros": time} for name, time in times.items()}}]
+    assert script["speedups"](rows, "FlashInfer") == [("decode", 2.0)]  # the fastest of all its kernels counts
 
 
 GPUS = re.compile(r"^\| .* \((\w+(?: to \w+|, \w+)*)\) \| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\w+)", re.MULTILINE)
