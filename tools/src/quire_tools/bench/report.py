@@ -290,7 +290,7 @@ def markdown(report: Report) -> str:
     if report.peers:
         parts.append("## Libraries\n\n" + "\n".join(f"* {name}: {state}" for name, state in report.peers.items()))
     if any(row.reasons for row in rows):
-        parts.append(f"## Not served\n\n{to_markdown(reasons_table(rows))}")
+        parts.append(f"## {titled(report, 'Not served')}\n\n{to_markdown(reasons_table(rows))}")
     return "\n\n".join(parts) + "\n"
 
 
