@@ -81,6 +81,8 @@ def test_spec_of_latents(change, error, message):
         ({"qk_rope_head_dim": -16}, quire.UnsupportedError, "qk_rope_head_dim must be .* got -16"),
         ({"qk_rope_head_dim": 64.0}, TypeError, "qk_rope_head_dim must be an integer, got 64.0"),
         ({"softmax_scale": None}, ValueError, "softmax_scale must be given where latent=True, got None"),
+        ({"num_kv_heads": 1}, TypeError, "num_kv_heads must be left out of mla, got 1; the widths say it"),
+        ({"head_dim": 576}, TypeError, "head_dim must be left out of mla, got 576; the widths say it"),
     ],
 )
 def test_mla_names_the_widths_as_models_do(change, error, message):

@@ -28,6 +28,7 @@ from quire.testing import Oracle, Problem, make_problem
 
 pytestmark = pytest.mark.skipif(interprets(), reason="the interpreter runs kernels, which do not look at contents")
 
+LONGEST = 600  # characters of an error, whatever it quotes
 HOUSE = (ValueError, TypeError, quire.UnsupportedError, quire.OutOfPagesError)
 SECONDS = 1.0  # of processor time, for one call
 SPEC = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, causal=False)
@@ -1013,6 +1014,8 @@ def complaint(call: Call, name: str, value: Any, left: list) -> str | None:
     except Exception as error:
         if not in_house_grammar(error):
             return f"raised {type(error).__name__}: {error}"
+        if len(str(error)) > LONGEST:
+            return f"raised {len(str(error)):,} characters: {error}"
         if (contents(arguments), contents(owner)) != before:
             return f"wrote before it raised {error}"
         if owner is None:  # `contents` does not know all that an object holds

@@ -605,6 +605,13 @@ def test_trees_take_the_portable_kernels_and_latents_have_neither_trees_nor_inte
         decide(latent, Options())
 
 
+@pytest.mark.parametrize("name", ["subprocess:run", "quire.plan:import_module", "quire.plan:nothing"])
+def test_a_text_of_a_launch_names_dataclasses_of_launches_alone(name):
+    """Also with `python -O`, which leaves assertions out."""
+    with pytest.raises(ValueError, match=f"class must be a dataclass of launches, got {name}"):
+        decode(json.dumps({"class": name, "name": "antigravity"}))
+
+
 def test_a_plan_for_latents_on_a_flat_page_table_names_the_kernel_that_runs():
     """The MLA kernel for Hopper GPUs reads rectangular tables alone. Shared prefixes make flat ones of their own."""
     spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,8 +212,44 @@ def test_the_readme_s_picture_can_be_drawn_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need quire-tools")
     picture, results = tmp_path / "summary.png", ROOT / "docs/results/h200_peers.json"
     monkeypatch.setattr("sys.argv", ["draw_summary.py", str(results), "--out", str(picture)])
-    runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
+    script = runpy.run_path(str(ROOT / "scripts/draw_summary.py"), run_name="__main__")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    times = {"Quire": 2.0, "FlashInfer fa2": 7.0, "FlashInfer XQA": 4.0, "FlashInfer BatchAttention": 5.0}
+    rows = [{"kind": "decode", "results": {name: {"micros": time} for name, time in times.items()}}]
+    assert script["speedups"](rows, "FlashInfer") == [("decode", 2.0)]  # the fastest of all its kernels counts
+
+
+GPUS = re.compile(r"^\| .* \((\w+(?: to \w+|, \w+)*)\) \| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\w+)", re.MULTILINE)
+
+
+def test_the_readme_s_table_of_gpus_is_what_plans_take():
+    """Of decode, a prompt and latents; Hopper GPUs alone were measured, and have kernels of their own."""
+    names, found = [*TARGETS], {}
+    for which, *kernels, state in GPUS.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        first, _, last = which.partition(" to ")
+        of_row = names[names.index(first) : names.index(last) + 1] if last else which.split(", ")
+        found |= {name: (kernels, state) for name in of_row if name not in found}
+    lens, i32 = torch.ones(8).int(), partial(torch.zeros, dtype=torch.int32)
+    latents = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    dense = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    decode, prompt = quire.Batch(i32(8, 256), lens), quire.Batch(i32(1, 128), lens[:1], i32(2))
+    for name, target in TARGETS.items():
+        with compile_for(target.properties, on_compile=None):
+            plans = (
+                quire.plan(dense, decode, max_query_len=1, max_seq_len=4096),
+                quire.plan(dense, prompt, max_query_len=2048, max_seq_len=2048),
+                quire.plan(latents, decode, max_query_len=1, max_seq_len=4096),
+            )
+        assert found[name] == ([plan.kernel for plan in plans], "measured" if name == "sm90" else "compiled"), name
+
+
+def test_two_fifths_of_the_kernels_are_for_hopper_gpus():
+    def lines(folder: str) -> int:
+        return sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py"))
+
+    hopper = sum(lines(f"src/quire/kernels/{name}") for name in ("hopper", "mla_hopper", "chosen_hopper", "gluon"))
+    assert 0.35 < hopper / lines("src/quire/kernels") < 0.45
+    assert "make up two fifths of the kernel lines" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 STEP = re.compile(r"^\| `([a-z_/]+\.py)`: `([\w.]+)` \|", re.MULTILINE)

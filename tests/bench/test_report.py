@@ -103,6 +103,13 @@ def test_the_page_is_one_file_and_escapes_what_libraries_say(written):
     assert "<sinks>" not in text
 
 
+def test_both_pages_say_why_a_library_has_no_time(written):
+    folder = written[0].parent
+    assert "<h2>Not served</h2>" in written[0].read_text()
+    _, reasons = (folder / "results.md").read_text().split("## Not served\n")
+    assert "| FlashAttention 3 | does not serve &lt;sinks> | 1 |\n" in reasons
+
+
 def test_the_page_marks_the_fastest_library(make_report):
     made = make_report()
     row = next(row for row in made.rows if row.case == "decode 32x2048")

@@ -9,6 +9,7 @@ import pytest
 from quire.targets import Compiled
 from quire_tools.bench import results
 from quire_tools.bench.measure import NoResult
+from quire_tools.bench.report import markdown
 from quire_tools.bench.results import Provenance, Report, Result
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -19,6 +20,12 @@ def test_the_results_in_the_docs_are_read_and_written_unchanged(name, tmp_path):
     report = results.load(RESULTS / name)
     results.save(report, tmp_path)
     assert (tmp_path / "results.json").read_text() == (RESULTS / name).read_text()
+
+
+@pytest.mark.parametrize("name", ["h200", "h200_peers"])
+def test_a_page_in_the_docs_has_what_the_command_writes(name):
+    _, _, below_the_heading = markdown(results.load(RESULTS / f"{name}.json")).partition("\n\n")
+    assert (RESULTS / f"{name}.md").read_text().endswith(below_the_heading)
 
 
 def test_rows_are_typed():

@@ -80,7 +80,8 @@ def check_plan_arguments(
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
     if kernel is not None and kernel not in kernels:
-        raise ValueError(f"kernel must be one of {', '.join(kernels)}, got {kernel!r}; leave it out to have it chosen")
+        names = ", ".join(kernels)
+        raise ValueError(f"kernel must be one of {names}, got {describe(kernel)}; leave it out to have it chosen")
     if workspace is not None:
         _check_workspace(workspace, batch.device)
     if is_served_by_torch(batch.device):

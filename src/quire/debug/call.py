@@ -178,7 +178,7 @@ def load(path: Path | str) -> Call:
     """
     if not isinstance(path, Path | str):
         raise TypeError(f"path must be a path, got {describe(path)}; name a file")
-    contract = f"{path} must be a record of `quire.debug.record`"
+    contract = f"{str(path)[:300]} must be a record of `quire.debug.record`"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

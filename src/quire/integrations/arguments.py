@@ -46,12 +46,13 @@ def as_int(name: str, value: int | torch.Tensor, least: int | None = None, most:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it; a tensor by its shape, which does not wait for a device."""
+    """Return a value as an error shows it: short, and a tensor by its shape, which does not wait for a device."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def check_tensor(name: str, x: torch.Tensor, device: torch.device | None, **dims: int | None) -> torch.Size:

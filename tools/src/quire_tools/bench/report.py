@@ -36,6 +36,13 @@ def reasons_in(rows: Iterable[Row]) -> dict[str, Counter[str]]:
     return found
 
 
+def reasons_table(rows: Iterable[Row]) -> Table[tuple[str, str, int]]:
+    """Return for each library why cases have no time, and in how many cases."""
+    lines = [(name, why, count) for name, counts in reasons_in(rows).items() for why, count in counts.items()]
+    heads = "library", "why it has no time", "cases"
+    return Table([Column(head, lambda line, i=i: line[i]) for i, head in enumerate(heads)], lines)
+
+
 @dataclass(frozen=True)
 class Mean:
     """The geometric mean of Quire's time over another's.
@@ -282,6 +289,8 @@ def markdown(report: Report) -> str:
         parts.append(to_markdown(range_table(report.graph_range)))
     if report.peers:
         parts.append("## Libraries\n\n" + "\n".join(f"* {name}: {state}" for name, state in report.peers.items()))
+    if any(row.reasons for row in rows):
+        parts.append(f"## {titled(report, 'Not served')}\n\n{to_markdown(reasons_table(rows))}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -81,7 +81,7 @@ class Table(Generic[R]):
 
 def to_markdown(table: Table[R]) -> str:
     """Return a table as Markdown."""
-    lines = [[cell.text for cell in line] for line in table.lines]
+    lines = [[cell.text.replace("<", "&lt;").replace("|", "\\|") for cell in line] for line in table.lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in [table.heads, ["---"] * len(table.heads), *lines])
 
 
