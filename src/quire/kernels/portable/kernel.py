@@ -103,8 +103,10 @@ class Share(NamedTuple):
 
 
 @triton.jit
-def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of row block `index` of the batch, which has `num_blocks`, and which of the sequence's it is.
+def find_row_block(
+    cu_seqlens_q, num_seqs, index, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the sequence of row block `index` of the batch, from the last one on, and which of the sequence's it is.
 
     A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
     is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
@@ -112,7 +114,7 @@ def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexp
     if cu_seqlens_q is None:
         return index // tl.cdiv(GROUP, BLOCK_M), index % tl.cdiv(GROUP, BLOCK_M)
     else:
-        index = num_blocks - 1 - index  # the last row blocks of a causal prompt see the most keys, so they start first
+        index = tl.num_programs(0) // NUM_KV_HEADS - 1 - index  # the last ones of a causal prompt see the most keys
         low = 1  # the first sequence begins with row block 0
         high = num_seqs
         while low < high:  # the last sequence whose first row block is at or before this one
@@ -131,7 +133,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     Returns:
         rows: Rows.
         following: Sequence of the next row block, of a partition.
-        acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
+        acc, columns: what the rows have of values, and which columns each panel of it holds.
+        m_i, l_i: the rest of the state over the keys that the rows see, or over those of them in the partition.
     """
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
@@ -225,7 +228,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         acc = finish_codes(acc, T)
     if F.SUMS > 1 and F.FIXED_SPLIT == 0:
         l_i = tl.sum(l_i, 1)
-    return rows, following, acc, m_i, l_i
+    acc, columns = join_pairs(acc, T.HEAD_DIM_V, each_of(T.FORMAT, T.PACKED_FP8, False), T.BLOCK_M, T.MOST)
+    return rows, following, acc, columns, m_i, l_i
 
 
 @triton.jit
@@ -304,7 +308,6 @@ def attend_partition(
 ):
     """Attend with the row blocks of partition `index`, and store their results or partials."""
     kv, kv_head, scoring = inputs.kv, inputs.kv_head, inputs.scoring
-    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
     TILES: tl.constexpr = U.UNIT // T.BLOCK_N
     seq, block, more = part.seq, part.block, part.low < part.high
     sequence = load_sequence(kv, inputs.cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
@@ -326,8 +329,7 @@ def attend_partition(
             kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
             tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
         )  # fmt: skip
-        rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
-        acc, columns = join_pairs(acc, T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
+        rows, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
         part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if F.PDL:
@@ -400,7 +402,6 @@ def portable_kernel(
     BESIDE: tl.constexpr = BESIDE_M > 0
     PARTITIONED: tl.constexpr = HAS_PARTS and not BESIDE
     AFTER: tl.constexpr = MAX_DECODE_QUERIES > 0 and not BESIDE  # of the launch before, with which this one runs
-    EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
@@ -414,9 +415,7 @@ def portable_kernel(
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.
-    IS_BARE: tl.constexpr = (
-        SCORE_MOD is None and FUNCTION is None and FORMAT is None and not (PACKED_FP8 or TOKEN_SCALES)
-    )
+    IS_BARE: tl.constexpr = SCORE_MOD is None and FUNCTION is None and not (PACKED_FP8 or TOKEN_SCALES)
     IS_TALL: tl.constexpr = FULL_TILE_LOOP and MULTI_BLOCK and (OWN_ROWS or WGMMA)
     KEEPS: tl.constexpr = IS_TALL and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
     IN_ORDER: tl.constexpr = (PARTITIONED and not KEEPS) or FIXED_SPLIT > 0
@@ -447,10 +446,8 @@ def portable_kernel(
     if HAS_PARTS:
         # Row blocks of partitions next to others have tiles of their own.
         ROWS: tl.constexpr = BESIDE_M if BESIDE else BLOCK_M
-        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(
-            GROUP, ROWS, BESIDE_N if BESIDE else TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS
-        )  # fmt: skip
+        UNIT: tl.constexpr = BESIDE_N if BESIDE else FIXED_SPLIT if FIXED_SPLIT > 0 else BLOCK_N
+        U: tl.constexpr = Units(GROUP, ROWS, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
         # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
         COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
         # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -482,14 +479,10 @@ def portable_kernel(
                 part = load_part(scratch.parts, index)
                 attend_partition(inputs, outputs, scratch, v_scale, index, part, TB, FB, U, P)
                 return
-            index -= num_beside
     if not PARTITIONED:
-        seq, row_block = index, 0
+        seq, row_block = index - num_beside if BESIDE else index, 0
         if MULTI_BLOCK:
-            num_blocks = tl.num_programs(0) // NUM_KV_HEADS
-            if BESIDE:
-                num_blocks -= num_beside
-            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP, BLOCK_M)
+            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, NUM_KV_HEADS, GROUP, BLOCK_M)
         sequence = load_sequence(kv, cu_seqlens_q, seq)
         if cu_seqlens_q is not None:
             if row_block * BLOCK_M >= sequence.q_len * GROUP:
@@ -497,8 +490,7 @@ def portable_kernel(
         if MIN_QUERIES > 0:
             if sequence.q_len < MIN_QUERIES:
                 return
-        rows, _, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
+        rows, _, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
-        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
