@@ -97,7 +97,7 @@ def test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has(
 ):
     take("mixed", tile)
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=1, head_dim=16, dtype=torch.float16)
-    p = make_problem(spec, ((40, 90), (1, 700), (5, 300), (1, 1), (0, 7)), device=device)
+    p = make_problem(spec, ((40, 90), (1, 700), (5, 300), (1, 1), (0, 7), (30, 31)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
     if devices.device_properties(p.q.device).has_mma_sync:
         assert plan.launch.decode is not None and plan.launch.decode.multi_block == (num_q_heads > 16), plan
