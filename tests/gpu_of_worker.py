@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
-GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+FOUND = len(list(Path("/dev").glob("nvidia[0-9]*")))
+NAMES = [str(i) for i in range(FOUND)] if VISIBLE is None else VISIBLE.split(",")
+GPUS = len(NAMES)
 if WORKER is not None and GPUS > 1:
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(WORKER.removeprefix("gw")) % GPUS))
+    os.environ["CUDA_VISIBLE_DEVICES"] = NAMES[int(WORKER.removeprefix("gw")) % GPUS]

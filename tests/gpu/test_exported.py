@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from quire.targets import TARGETS
+from quire.targets import TARGETS, card_here
 
 SPEC = ("num_q_heads=8", "num_kv_heads=2", "head_dim=128")
 SERVER = """
@@ -34,8 +34,8 @@ HERE = (
 @pytest.mark.parametrize("target", [None, HERE])
 def test_a_process_that_loads_exported_kernels_compiles_nothing(target, tmp_path):
     """Those for a named target are compiled for the GPU that `quire.targets` describes."""
-    if target is not None and target not in TARGETS:
-        pytest.skip(f"quire.targets has no {target}")
+    if target is not None and (target not in TARGETS or card_here() is not None):
+        pytest.skip(f"quire.targets has no {target}, or this GPU runs an older card's code")
     here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     there = [] if target is None else ["--target", target]
     limits = ["--limits", "4", "64", "512", "--page-size", "16"]

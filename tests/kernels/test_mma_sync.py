@@ -91,13 +91,13 @@ def test_decoding_sequences_of_a_mixed_batch_have_programs_of_their_own(
         assert_within_budget(p, quire.attention(p.q, p.cache, plan, sinks=p.sinks, return_lse=True))
 
 
-@pytest.mark.parametrize("num_q_heads", [3, 24])
+@pytest.mark.parametrize(("num_q_heads", "tile"), [(3, "64x64"), (3, "128x32"), (24, "64x64")])
 def test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has(
-    num_q_heads, device, take, assert_within_budget
+    num_q_heads, tile, device, take, assert_within_budget
 ):
-    take("mixed")
+    take("mixed", tile)
     spec = quire.AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=1, head_dim=16, dtype=torch.float16)
-    p = make_problem(spec, ((1, 700), (40, 90), (5, 300), (1, 1), (0, 7)), device=device)
+    p = make_problem(spec, ((40, 90), (1, 700), (5, 300), (1, 1), (0, 7), (30, 31)), device=device)
     plan = quire.plan(spec, p.batch, **p.bounds, kernel="portable")
     if devices.device_properties(p.q.device).has_mma_sync:
         assert plan.launch.decode is not None and plan.launch.decode.multi_block == (num_q_heads > 16), plan

@@ -301,9 +301,15 @@ IN_INTERPRETER = {
     ),
     "row blocks counted with the programs before them": Mutant(
         "kernels/portable/kernel.py",
-        "num_blocks -= num_beside",
-        "num_blocks -= 0",
-        "kernels/test_mma_sync.py::test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has[3]",
+        "seq, row_block = index - num_beside if BESIDE else index, 0",
+        "seq, row_block = (index - num_beside) // 2 if BESIDE else index, 0",
+        "kernels/test_mma_sync.py::test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has[3-128x32]",
+    ),
+    "the last row block forgotten": Mutant(
+        "kernels/portable/kernel.py",
+        "NUM_KV_HEADS - 1 - index",
+        "NUM_KV_HEADS - index",
+        "kernels/test_mma_sync.py::test_rows_of_a_decoding_sequence_may_be_fewer_or_more_than_a_tile_has[3-64x64]",
     ),
     "rows without a maximum keep it": Mutant(
         "kernels/portable/kernel.py",

@@ -51,11 +51,13 @@ def micros(work: Work, numbers: Numbers) -> float:
     slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes = work
     if programs <= 0:
         return launch
-    rounds, mean = programs / slots, tiles / programs
-    # Equal programs end together, so the last round takes as long as the others. Of unequal ones, others fill the gaps.
-    rounds += (math.ceil(rounds) - rounds) * min(1.0, mean / longest) if longest else 0.0
+    rounds, share, mean = programs / slots, programs / sms, tiles / programs
+    # Equal programs end together, so the last round takes as long as the others, and the SM that has the most programs
+    # counts. Of unequal ones, others fill the gaps.
+    equal = min(1.0, mean / longest) if longest else 0.0
+    rounds, share = (number + (math.ceil(number) - number) * equal for number in (rounds, share))
     path = max(longest * tile, rounds * mean * tile) + max(1.0, rounds) * items / programs * item
-    products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
+    products, memory = share * mean * sm_tile, nbytes * megabyte / 1048576
     power = POWER if slots > sms else POWER_ALONE  # one program waits for bytes before it multiplies
     time = launch + (max(path, products) ** power + memory**power) ** (1 / power)
     if partials:

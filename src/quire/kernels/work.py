@@ -14,7 +14,7 @@ from quire.kernels.portable.variants import min_partition_tiles
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
-EQUAL, RAGGED, SKEWED, FRESH = 1.0, 0.1, 0.02, 0.15  # how much scenarios count
+EQUAL, RAGGED, SKEWED, FRESH, ONE_LONG = 1.0, 0.1, 0.02, 1.0, 0.3  # how much scenarios count
 MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).
@@ -34,7 +34,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
 
     All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
     and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode
-    and one of what is left; or a prompt has no keys before it.
+    and one of what is left; then prompts may have few keys, and one that decodes the most.
     """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
@@ -47,12 +47,11 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
         rest = max(1, min(queries, tokens - long * queries - decoding))  # of a shorter chunk
         found = [
             (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long - decoding), (1, keys, decoding))),
-            (RAGGED, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
-            (FRESH, (
-                (queries, queries, long), (rest, max(rest, few), num_seqs - long - decoding),
-                (1, keys, min(1, decoding)), (1, few, max(0, decoding - 1)),
-            )),
+            (ONE_LONG, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
         ]  # fmt: skip
+        if decoding:
+            prompts = (queries, max(queries, keys // 8), long), (rest, max(rest, few), num_seqs - long - decoding)
+            found.append((FRESH, (*prompts, (1, keys, 1), (1, few, decoding - 1))))
     else:
         some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
         half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))

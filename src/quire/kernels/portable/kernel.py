@@ -1,16 +1,13 @@
 """The portable kernel: attention over pages, of any mix of lengths, in one of two forms.
 
 Without partitions, one program owns one row block, which is BLOCK_M rows of one sequence and one KV head, and all keys
-that these rows see. Grid: [num_row_blocks * num_kv_heads].
+that these rows see. Grid: [num_row_blocks * num_kv_heads]. With partitions, one program owns one partition of the
+batch's KV tiles (`schedule.py`), for one KV head, and processes its row blocks one after the other. Grid:
+[num_partitions * num_kv_heads].
 
-With partitions, one program owns one partition of the batch's KV tiles (`schedule.py`), for one KV head. It processes
-the partition's row blocks one after the other. Grid: [num_partitions * num_kv_heads]. Plans have partitions if the row
-blocks would leave the device idle.
-
-A row block inside one partition is finished by its program. For a row block that is cut, each program writes a partial
-state to scratch. A program writes at most two partials: for the row block that it enters midway and for the one that it
-leaves unfinished. The last program to arrive at a row block (atomic counter) combines its partials (`reduce.py`), or a
-second launch combines those of all row blocks (`combine.py`). Both combine in key order, so results are deterministic.
+A row block inside one partition is finished by its program. Of one that is cut, each program writes a partial state to
+scratch: at most two, for the row block that it enters midway and the one that it leaves unfinished. The last program to
+arrive at a row block combines its partials (`reduce.py`), or a second launch does (`combine.py`), in key order.
 
 For batch-invariant results (FIXED_SPLIT), partitions are cut only at multiples of FIXED_SPLIT keys, which are splits. A
 row block is the left fold of the states of its splits, so its sum does not depend on the cut.
@@ -70,9 +67,12 @@ from quire.kernels.states import (
     total,
 )
 
+# Numbers of which Triton compiles no kernel for 1, nor for those that 16 divides.
+VARY = "is_found_now", "num_seqs", "num_beside", "stride_table", "stride_lse", "window_left", "window_right"
+
 
 class Form(NamedTuple):
-    """Compile-time constants of the form of the kernel, and of its loops over tiles."""
+    """Compile-time constants of the form of the kernel, of its loops over tiles, and of its partitions."""
 
     PARTITIONED: Any
     FULL_TILE_LOOP: Any  # full tiles, of which every row sees every key, have a loop of their own
@@ -82,6 +82,10 @@ class Form(NamedTuple):
     BOUNDS: Any  # jit function of a mask's bounds, or None
     KEEPS: Any  # rows keep their maxima in full tiles, as `kept_step` says
     IN_ORDER: Any  # tiles come in the order of keys
+    MULTI_BLOCK: Any  # as `portable_kernel` has it, like the next
+    COMBINE_LAUNCH: Any
+    EARLY_EXIT_MAX_TILES: Any
+    PDL: Any
 
 
 class Share(NamedTuple):
@@ -99,8 +103,10 @@ class Share(NamedTuple):
 
 
 @triton.jit
-def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of row block `index` of the batch, which has `num_blocks`, and which of the sequence's it is.
+def find_row_block(
+    cu_seqlens_q, num_seqs, index, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the sequence of row block `index` of the batch, from the last one on, and which of the sequence's it is.
 
     A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
     is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
@@ -108,7 +114,7 @@ def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexp
     if cu_seqlens_q is None:
         return index // tl.cdiv(GROUP, BLOCK_M), index % tl.cdiv(GROUP, BLOCK_M)
     else:
-        index = num_blocks - 1 - index  # the last row blocks of a causal prompt see the most keys, so they start first
+        index = tl.num_programs(0) // NUM_KV_HEADS - 1 - index  # the last ones of a causal prompt see the most keys
         low = 1  # the first sequence begins with row block 0
         high = num_seqs
         while low < high:  # the last sequence whose first row block is at or before this one
@@ -122,24 +128,14 @@ def find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP: tl.constexp
 
 @triton.jit
 def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.constexpr, P: tl.constexpr):
-    """Attend with one row block.
-
-    Args:
-        inputs: Inputs.
-        seq: the sequence.
-        sequence: Sequence.
-        row_block: number of the row block in the sequence.
-        share: Share, of a partition.
-        T: Tiling.
-        F: Form.
-        P: Partial, of a partition.
+    """Attend with row block `row_block` of a sequence; or with what a partition has of it, `share`, which else is None.
 
     Returns:
         rows: Rows.
         following: Sequence of the next row block, of a partition.
-        acc, m_i, l_i: the state over the keys that the rows see, or over those of them in the partition.
+        acc, columns: what the rows have of values, and which columns each panel of it holds.
+        m_i, l_i: the rest of the state over the keys that the rows see, or over those of them in the partition.
     """
-    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)  # numbers in a stored element of values
     seq_len, q_start, q_len, first_pos = sequence
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
     rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
@@ -210,10 +206,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if F.PARTITIONED:
         following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
         poison = share.poison
-    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
-    if T.FORMAT is not None:
-        acc = empty_sums(acc, l_i, T)
-    l_i += poison
+    acc, m_i, l_i = no_keys(poison, T, F)
     tiles = start, stop, full_start, full_stop
     if not F.KEEPS:
         FIRST: tl.constexpr = 0 if F.FULL_TILE_LOOP else 1
@@ -222,8 +215,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         again = start <= stop
         while again:
             tiles = start, stop, full_start, full_stop
-            acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
-            l_i += poison
+            acc, m_i, l_i = no_keys(poison, T, F)
             acc, m_i, l_i = attend_tiles(acc, m_i, l_i, page, tiles, poison, block, inputs, share, 1, 2, T, F, P)
             again = full_start < full_stop
             if again:
@@ -236,7 +228,17 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         acc = finish_codes(acc, T)
     if F.SUMS > 1 and F.FIXED_SPLIT == 0:
         l_i = tl.sum(l_i, 1)
-    return rows, following, acc, m_i, l_i
+    acc, columns = join_pairs(acc, T.HEAD_DIM_V, each_of(T.FORMAT, T.PACKED_FP8, False), T.BLOCK_M, T.MOST)
+    return rows, following, acc, columns, m_i, l_i
+
+
+@triton.jit
+def no_keys(poison, T: tl.constexpr, F: tl.constexpr):
+    """Return the state over no keys; its sums begin with `poison`."""
+    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, each_of(T.FORMAT, T.PACKED_FP8, False), T.MOST, F.SUMS)
+    if T.FORMAT is not None:
+        acc = empty_sums(acc, l_i, T)
+    return acc, m_i, l_i + poison
 
 
 @triton.jit
@@ -246,18 +248,14 @@ def attend_tiles(
 ):  # fmt: skip
     """Fold tiles into a state: full ones if FIRST is 0, and those with masks if LAST is 2.
 
-    Args:
-        acc, m_i, l_i: the state.
-        page: page of each key of the first tile.
-        tiles: the first tile of the row block, the one after its last, and the same of full ones.
-        poison: what sums begin with.
-        block, inputs, share, FIRST, LAST, T, F, P: as `attend` has them.
+    `page` has the page of each key of the first tile. `tiles` are the first tile of the row block, the one after its
+    last, and the same of full ones. Sums begin with `poison`.
     """
     start, stop, full_start, full_stop = tiles
     keys = block.keys
-    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
     if F.FIXED_SPLIT > 0:
         # Each split has a state. States are added in key order, here or by who combines, so the sum is the same.
+        EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
         whole_acc, whole_m, whole_l = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST)
         whole_l += poison
     for masked in tl.static_range(FIRST, LAST):
@@ -296,10 +294,7 @@ def attend_tiles(
                         slot = (share.first_slot + tile // TILES) * P.LANES + inputs.kv_head
                         columns = columns_of(T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
                         store_partial(share.scratch, acc, m_i, total(l_i), columns, slot, True, T.BLOCK_M, P)
-                    acc, m_i, l_i = empty_state(T.BLOCK_M, T.HEAD_DIM_V, EACH, T.MOST, F.SUMS)
-                    if T.FORMAT is not None:
-                        acc = empty_sums(acc, l_i, T)
-                    l_i += poison
+                    acc, m_i, l_i = no_keys(poison, T, F)
             tile, page = next_tile, next_page
     if F.FIXED_SPLIT > 0:
         return whole_acc, whole_m, whole_l
@@ -309,37 +304,24 @@ def attend_tiles(
 
 @triton.jit
 def attend_partition(
-    inputs, outputs, scratch, v_scale, index, part, T: tl.constexpr, F: tl.constexpr, U: tl.constexpr, P: tl.constexpr,
-    MULTI_BLOCK: tl.constexpr, COMBINE_LAUNCH: tl.constexpr, EARLY_EXIT_MAX_TILES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Attend with the row blocks of a partition, and store their results or partials.
-
-    Args:
-        inputs: Inputs.
-        outputs: Outputs.
-        scratch: views.Partials.
-        v_scale: value scale of the KV head.
-        index: number of the partition.
-        part: schedule.Part.
-        T, F, U, P: Tiling, Form, Units and Partial.
-        MULTI_BLOCK, COMBINE_LAUNCH, EARLY_EXIT_MAX_TILES, PDL: as `portable_kernel` has them.
-    """
+    inputs, outputs, scratch, v_scale, index, part, T: tl.constexpr, F: tl.constexpr, U: tl.constexpr, P: tl.constexpr
+):
+    """Attend with the row blocks of partition `index`, and store their results or partials."""
     kv, kv_head, scoring = inputs.kv, inputs.kv_head, inputs.scoring
-    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
     TILES: tl.constexpr = U.UNIT // T.BLOCK_N
     seq, block, more = part.seq, part.block, part.low < part.high
     sequence = load_sequence(kv, inputs.cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
     known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
     while more:  # one row block, or those of its units that are in this partition
         kv_start, kv_stop, first, num_units, _ = span(known, kv, scoring.window_left, scoring.window_right, U)
-        row_block = block if MULTI_BLOCK else 0
+        row_block = block if F.MULTI_BLOCK else 0
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         as_planned = is_as_planned(sequence, known) & (planned == num_units)
         num_blocks = tl.cdiv(sequence.q_len * T.GROUP, T.BLOCK_M)
-        next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, MULTI_BLOCK)
+        next_seq, next_block, more = next_row_block(part, seq, row_block, num_blocks, F.MULTI_BLOCK)
         if U.MAX_DECODE_QUERIES > 0:
             next_seq = skip_prompts(inputs.cu_seqlens_q, next_seq, part.last_seq, U.MAX_DECODE_QUERIES)
-        ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
+        ends_early = (not more) & (F.COMBINE_LAUNCH | (part.size <= F.EARLY_EXIT_MAX_TILES))
         stop_tile = (first + stop) * TILES
         if F.FIXED_SPLIT > 0:
             stop_tile = tl.minimum(stop_tile, tl.cdiv(kv_stop, T.BLOCK_N))
@@ -347,16 +329,15 @@ def attend_partition(
             kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
             tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
         )  # fmt: skip
-        rows, following, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
-        acc, columns = join_pairs(acc, T.HEAD_DIM_V, EACH, T.BLOCK_M, T.MOST)
+        rows, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
         part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
-        if PDL:
+        if F.PDL:
             if ends_early:
                 gdc_launch_dependents()
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, T.HEAD_DIM_V, F.FIXED_SPLIT > 0)
-        elif COMBINE_LAUNCH:
+        elif F.COMBINE_LAUNCH:
             left = (F.FIXED_SPLIT == 0) | (start == 0)  # with splits, only where the row block begins
             slot = block_unit + stop - 1 if F.FIXED_SPLIT > 0 else slot_of_partial(index, start)
             slot = slot * P.LANES + kv_head
@@ -372,17 +353,7 @@ def attend_partition(
         seq, block, sequence, known = next_seq, next_block, following, following
 
 
-@triton.jit(
-    do_not_specialize=[
-        "is_found_now",
-        "num_seqs",
-        "num_beside",
-        "stride_table",
-        "stride_lse",
-        "window_left",
-        "window_right",
-    ],
-)
+@triton.jit(do_not_specialize=VARY)
 def portable_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -431,7 +402,6 @@ def portable_kernel(
     BESIDE: tl.constexpr = BESIDE_M > 0
     PARTITIONED: tl.constexpr = HAS_PARTS and not BESIDE
     AFTER: tl.constexpr = MAX_DECODE_QUERIES > 0 and not BESIDE  # of the launch before, with which this one runs
-    EACH: tl.constexpr = each_of(FORMAT, PACKED_FP8, False)  # numbers in a stored element of values
     T: tl.constexpr = Tiling(
         GROUP, BLOCK_M, BLOCK_N, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, WIDE_OFFSETS,
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
@@ -445,15 +415,14 @@ def portable_kernel(
     # Probabilities in float16 may not be above 2^16. Of scores with biases, first ones may be far below others. Where
     # sequences have one row block, memory is the limit, and two loops load less ahead than one. On other targets, this
     # was not measured, and registers are spilled.
-    IS_BARE: tl.constexpr = (
-        SCORE_MOD is None and FUNCTION is None and FORMAT is None and not (PACKED_FP8 or TOKEN_SCALES)
-    )
+    IS_BARE: tl.constexpr = SCORE_MOD is None and FUNCTION is None and not (PACKED_FP8 or TOKEN_SCALES)
     IS_TALL: tl.constexpr = FULL_TILE_LOOP and MULTI_BLOCK and (OWN_ROWS or WGMMA)
     KEEPS: tl.constexpr = IS_TALL and FIXED_SPLIT == 0 and IS_BARE and q_ptr.dtype.element_ty != tl.float16
     IN_ORDER: tl.constexpr = (PARTITIONED and not KEEPS) or FIXED_SPLIT > 0
     F: tl.constexpr = Form(
         PARTITIONED, FULL_TILE_LOOP, FULL_TILE_LOOP_MIN_TILES, FIXED_SPLIT,
-        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS, IN_ORDER,
+        groups_of(BLOCK_N) if FIXED_SPLIT > 0 else COLUMN_SUMS, BOUNDS, KEEPS, IN_ORDER, MULTI_BLOCK, COMBINE_LAUNCH,
+        EARLY_EXIT_MAX_TILES, PDL,
     )  # fmt: skip
     index = tl.program_id(0) // NUM_KV_HEADS  # adjacent programs read other heads of the same pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -477,10 +446,8 @@ def portable_kernel(
     if HAS_PARTS:
         # Row blocks of partitions next to others have tiles of their own.
         ROWS: tl.constexpr = BESIDE_M if BESIDE else BLOCK_M
-        TILES: tl.constexpr = 1 if FIXED_SPLIT == 0 else FIXED_SPLIT // BLOCK_N  # of a unit
-        U: tl.constexpr = Units(
-            GROUP, ROWS, BESIDE_N if BESIDE else TILES * BLOCK_N, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS
-        )  # fmt: skip
+        UNIT: tl.constexpr = BESIDE_N if BESIDE else FIXED_SPLIT if FIXED_SPLIT > 0 else BLOCK_N
+        U: tl.constexpr = Units(GROUP, ROWS, UNIT, MAX_DECODE_QUERIES, INTERVALS, MORE_INTERVALS)
         # Partials are combined a group of columns at a time, which needs fewer registers than the loop over tiles.
         COLUMNS: tl.constexpr = min(BLOCK_DV, 64 if PARTIAL_ROWS > 16 else 4096 // PARTIAL_ROWS)
         # With masks per row, or with many rows, fewer partials fit into the registers; with more, loads wait for one
@@ -492,10 +459,7 @@ def portable_kernel(
             MIN_PARTIALS if TWO_LEVEL else None,
         )  # fmt: skip
         if PARTITIONED:
-            attend_partition(
-                inputs, outputs, scratch, v_scale, index, part, T, F, U, P, MULTI_BLOCK, COMBINE_LAUNCH,
-                EARLY_EXIT_MAX_TILES, PDL,
-            )  # fmt: skip
+            attend_partition(inputs, outputs, scratch, v_scale, index, part, T, F, U, P)
             if AFTER and PDL:
                 # This kernel runs concurrently with the Hopper kernel before it in the stream. It waits before it
                 # exits, so that later kernels see both results.
@@ -507,23 +471,18 @@ def portable_kernel(
                 False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
                 DECODE_SCALES,
             )  # fmt: skip
-            SUMS: tl.constexpr = 1 if PACKED_FP8 else num_sums(BESIDE_M, BESIDE_N)
-            FB: tl.constexpr = Form(True, False, FULL_TILE_LOOP_MIN_TILES, 0, SUMS, BOUNDS, False, True)
+            FB: tl.constexpr = Form(
+                True, False, FULL_TILE_LOOP_MIN_TILES, 0, 1 if PACKED_FP8 else num_sums(BESIDE_M, BESIDE_N), BOUNDS,
+                False, True, GROUP > BESIDE_M, False, EARLY_EXIT_MAX_TILES, PDL,
+            )  # fmt: skip
             if index < num_beside:
                 part = load_part(scratch.parts, index)
-                attend_partition(
-                    inputs, outputs, scratch, v_scale, index, part, TB, FB, U, P, GROUP > BESIDE_M, False,
-                    EARLY_EXIT_MAX_TILES, PDL,
-                )  # fmt: skip
+                attend_partition(inputs, outputs, scratch, v_scale, index, part, TB, FB, U, P)
                 return
-            index -= num_beside
     if not PARTITIONED:
-        seq, row_block = index, 0
+        seq, row_block = index - num_beside if BESIDE else index, 0
         if MULTI_BLOCK:
-            num_blocks = tl.num_programs(0) // NUM_KV_HEADS
-            if BESIDE:
-                num_blocks -= num_beside
-            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, num_blocks, GROUP, BLOCK_M)
+            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, NUM_KV_HEADS, GROUP, BLOCK_M)
         sequence = load_sequence(kv, cu_seqlens_q, seq)
         if cu_seqlens_q is not None:
             if row_block * BLOCK_M >= sequence.q_len * GROUP:
@@ -531,8 +490,7 @@ def portable_kernel(
         if MIN_QUERIES > 0:
             if sequence.q_len < MIN_QUERIES:
                 return
-        rows, _, acc, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
+        rows, _, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
-        acc, columns = join_pairs(acc, HEAD_DIM_V, EACH, BLOCK_M, T.MOST)
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)

@@ -168,15 +168,22 @@ class PortableLaunch:
         return self if self.num_partitions else self.decode
 
     @property
-    def max_registers(self) -> int | None:
-        """Most registers of a thread, if the launch loads several numbers in an element; None for any number.
+    def loads_several(self) -> bool:
+        """Whether the kernel may load several numbers in an element."""
+        return self.request.spec.kv_format is not None or loads_pairs(self.request.spec, self.config)
 
-        Else the compiler may take so many that fewer programs fit. What it spills is outside of the loop over tiles.
+    @property
+    def max_registers(self) -> int | None:
+        """Most registers of a thread with which an SM holds as many programs as are expected; None for any number.
+
+        The compiler may take so many that fewer fit: in partitions whose elements are several numbers, and of three
+        programs whose products are all mma.sync's. What it spills is outside of the loop over tiles.
         """
-        has_several = self.request.spec.kv_format is not None or loads_pairs(self.request.spec, self.config)
-        if self.name != "split_kv" or self.request.device.has_mfma or not has_several:
+        config, device = self.config, self.request.device
+        is_one_of_three = device.has_mma_sync and config.programs_per_sm > 2
+        if device.has_mfma or not (self.num_partitions > 0 if self.loads_several else is_one_of_three):
             return None
-        bound = REGISTERS // (32 * self.config.num_warps * self.config.programs_per_sm) // 8 * 8
+        bound = REGISTERS // (32 * config.num_warps * config.programs_per_sm) // 8 * 8
         return max(FEWEST_REGISTERS, min(MOST_REGISTERS, bound))
 
     def compile_keys(self) -> frozenset[Hashable]:

@@ -249,7 +249,7 @@ class PortableRunner(KernelRunner):
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
         } | rotation._asdict() | of_format  # fmt: skip
-        if packed and decided.max_registers is not None:
+        if decided.max_registers is not None and packed == decided.loads_several:
             meta["maxnreg"] = decided.max_registers
         for name in {"BLOCK_N", "BESIDE_N"} & meta.keys():
             meta[name] = self.keys_of_tile(meta[name], cache)

@@ -66,11 +66,12 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     },
     2: CONFIGS[2]
     | {
-        64: "16x64 w4 s3 p3 wc/wc, 16x128 w4 s3 p2 wc/wc, 32x64 w4 s3u p2 /wc, 64x64 w4 s3u p2 /wcj, "
+        64: "16x64 w4 s3 p3 wc/wc, 16x128 w4 s3 p2 wc/wc, 32x64 w4 s3u p2 /wc, 64x64 w4 s3u p3 /wcj, "
         "128x32 w4 s3u p2 /wcj, 128x64 w4 s3u p2 /wcj",
         128: "16x32 w4 s3 p3 wc/wc, 16x64 w4 s3 p2 wc/wc, 16x128 w4 s2 p2 w/, 32x64 w4 s3u p2 /wc, "
         "64x32 w4 s3u p2 /wcj, 64x64 w4 s3u p2 /wj, 128x32 w4 s3u p2 /wj",
-        256: "16x32 w4 s3 p2 wc/wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, 128x64 w8 s2u p1 /wj",
+        256: "16x32 w4 s3 p2 wc/wc, 32x32 w4 s3u p1 /wc, 64x32 w4 s2u p2 /w, 64x32 w4 s3u p1 /wcj, "
+        "128x64 w8 s2u p1 /wj",
     },
 }
 OF_MMA_SYNC[0] = with_turned(OF_MMA_SYNC[1])

@@ -177,10 +177,11 @@ def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     launch, item, tile, sm_tile, megabyte, combine, partial, partial_megabyte = numbers
     slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes = works.T
     programs = np.maximum(programs, 1e-9)
-    rounds, mean = programs / slots, tiles / programs
-    rounds = rounds + (np.ceil(rounds) - rounds) * np.minimum(1.0, mean / np.maximum(longest, 1e-9))
+    rounds, share, mean = programs / slots, programs / sms, tiles / programs
+    equal = np.minimum(1.0, mean / np.maximum(longest, 1e-9))
+    rounds, share = (number + (np.ceil(number) - number) * equal for number in (rounds, share))
     path = np.maximum(longest * tile, rounds * mean * tile) + np.maximum(1.0, rounds) * items / programs * item
-    products, memory = tiles * sm_tile / sms, nbytes * megabyte / 1048576
+    products, memory = share * mean * sm_tile, nbytes * megabyte / 1048576
     power = np.where(slots > sms, POWER, POWER_ALONE)
     time = launch + (np.maximum(path, products) ** power + memory**power) ** (1 / power)
     return time + (partials > 0) * (combine + partials * partial + partial_bytes * partial_megabyte / 1048576)
