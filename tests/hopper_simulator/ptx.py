@@ -56,6 +56,13 @@ def butterfly(x: Any, distance: Any, clamp: Any, lanes: Any) -> Any:
     return x[:, np.arange(LANES) ^ distance]
 
 
+def from_lane(x: Any, lane: Any, clamp: Any, lanes: Any) -> Any:
+    """The register of the thread with a number."""
+    assert (clamp, lanes) == (LANES - 1, 0xFFFFFFFF), (clamp, lanes)
+    assert ((lane >= 0) & (lane < LANES)).all(), lane
+    return np.take_along_axis(x, lane, 1)
+
+
 def bits_of(x: Any) -> Any:
     """A register as an integer. All NaN of a GPU have the same bits."""
     if np.asarray(x).dtype != np.float32:
@@ -100,6 +107,8 @@ OPERATIONS: dict[str, Operation] = {
     "vote.sync.all.pred": vote_all,
     "vote.sync.any.pred": vote_any,
     "shfl.sync.bfly.b32": butterfly,
+    "shfl.sync.idx.b32": from_lane,
+    "add.s32": np.add,
     "cvt.rn.bf16x2.f32": partial(both_rounded, to=torch.bfloat16),
     "cvt.rn.f16x2.f32": partial(both_rounded, to=torch.float16),
 }
@@ -135,8 +144,8 @@ def read(text: str) -> Text:
     assert body is not None, text
     for number in NUMBER.finditer(text):
         found.numbers[number[0]] = np.uint32(int(number[1], 16)).view(np.float32)
-    for number in re.findall(r"(?<=, )\d+(?=[,;])", text):
-        found.numbers[number] = np.uint32(int(number)).view(np.int32)
+    for number in re.findall(r"(?<=, )-?\d+(?=[,;])", text):
+        found.numbers[number] = np.int64(number).astype(np.int32)
     for line in re.sub(r"(\w+):", r"\1:;", body[1]).split(";"):
         line = line.strip()
         if line.endswith(":"):

@@ -9,6 +9,7 @@ import ast
 import hashlib
 import linecache
 import math
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -37,7 +38,13 @@ def passed(extras: tuple[Extra, ...], tensors: tuple[torch.Tensor, ...]) -> tupl
     return tuple(found)
 
 
-def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = False, is_gluon: bool = False) -> Any:
+def function_of(
+    spec: AttentionSpec,
+    with_bounds: bool = False,
+    in_ptx: bool = False,
+    is_gluon: bool = False,
+    by_warps: bool = False,
+) -> Any:
     """Return the jit function that turns scores into those that a spec's functions make; None without functions.
 
     Args:
@@ -45,12 +52,13 @@ def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = F
         with_bounds: also hide the keys outside of the mask's bounds.
         in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read an extra for each score.
             Triton would choose another layout for these reads, and move scores there and back through shared memory.
-        is_gluon: it is for a kernel in Gluon, which names its layouts.
+        is_gluon: it is for the Hopper kernel, in Gluon, which names its layouts, and takes an offset of each row.
+        by_warps: with `is_gluon`, each warp's rows are tokens of one head.
     """
     if spec.score is None and spec.mask is None:
         return None
     name = "bounded_scores" if with_bounds and spec.mask is not None and spec.mask.bounds else "scores"
-    return functions_of(spec, in_ptx, is_gluon)[name]
+    return functions_of(spec, in_ptx, is_gluon, by_warps)[name]
 
 
 def bounds_of(spec: AttentionSpec) -> Any:
@@ -60,10 +68,12 @@ def bounds_of(spec: AttentionSpec) -> Any:
     return functions_of(spec)["bounds"]
 
 
-def functions_of(spec: AttentionSpec, in_ptx: bool = False, is_gluon: bool = False) -> dict[str, Any]:
+def functions_of(
+    spec: AttentionSpec, in_ptx: bool = False, is_gluon: bool = False, by_warps: bool = False
+) -> dict[str, Any]:
     """Return the jit functions of a spec's functions."""
     heads = spec.num_q_heads, spec.num_kv_heads
-    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, is_gluon)
+    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, is_gluon, by_warps)
 
 
 @triton.jit
@@ -102,6 +112,14 @@ def fast_tanh(x, factor, by):
     return by - 2.0 * by * r * r
 
 
+@triton.jit
+def times(scores, scale):
+    if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
+        return scores * scale[:, None]
+    else:
+        return scores * scale
+
+
 def load_in_ptx(name: str, kind: str, register: str, dtype: str) -> str:
     """Return the text of a function that loads numbers, and keeps the layout of their addresses."""
     code = f'"ld.global.{kind} $0, [$1];", "={register},l", [ptrs.to(tl.int64)], dtype=tl.{dtype}'
@@ -130,6 +148,7 @@ def jit_functions(
     itemsize: int,
     in_ptx: bool,
     is_gluon: bool,
+    by_warps: bool,
 ) -> dict[str, Any]:
     """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds."""
     writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, is_gluon)
@@ -139,6 +158,9 @@ def jit_functions(
     parts += [] if tile is None else [writer.function("user_score", tile.tree)]
     if tile is not None:
         parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form, _ in tile.forms]
+    if tile is not None and is_gluon and tile.addend is not None:
+        parts += [writer.function("flat_addend", tile.addend, "flat", tile)] if tile.is_flat_first else []
+        parts += [writer.function("user_addend", tile.addend)]
     parts += [writer.function("user_mask", tree_of(mask.source))] if mask is not None else []
     has_bounds = mask is not None and mask.bounds != ""
     if mask is not None and has_bounds:
@@ -146,17 +168,28 @@ def jit_functions(
     loads = " ".join(f"{load}," for load in writer.of_rows.values())
     head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
     parts.append(f"{head}\n    return ({loads})\n")
-    parts += [combined("scores", score, tile, mask is not None, False)]
-    parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
+    scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
+    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
+    if is_gluon:
+        from quire.kernels.hopper import runs, windows  # here, since they import Gluon
+
+        scope["run_before"] = runs.run_before
+
+        scope |= {f.__name__: f for f in (windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread)}
+        parts += [combined_in_gluon(score, tile, mask is not None, by_warps)]
+    else:
+        parts += [combined("scores", score, tile, mask is not None, False)]
+        parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
     text = "\n\n".join(parts)
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-    scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
-    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh)}
     exec(compile(text, name, "exec"), scope)
     return {name: scope[name] for name in ("scores", "bounded_scores", "bounds") if name in scope}
 
 
+LOG2E = 1.4426950408889634
+TOKEN = "token[:, None].to(tl.int32)"
+ROWS_AND_KEYS = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {TOKEN}, extras, of_rows"
 BOUNDS = """@triton.jit
 def bounds(q_pos, seq, token, extras):
     first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras, ())
@@ -172,43 +205,105 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
     position of rows, and that of the last key; it is None where they are not known. Without scores, it returns the
     numbers of extras that each row reads, whatever the key: kernels call it so before the first tile, and pass them.
     """
-    token = "token[:, None].to(tl.int32)"
-    arguments = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {token}, extras, of_rows"
     lines = list[str]()
     if score is not None and tile is not None:
-        changed = f"user_score(scores, {arguments})"
-        if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
-            changed = f"tl.where(scores == scores, {changed}, scores)"
-        if tile.forms:
-            lines += ["    if span is None:", f"        scores = {changed}", "    else:"]
-            lines += [f"        {line}" for line in ("q_low, q_high, last = span", *tile.lines)]
-            lines += [f"        known = {tile.scalars}"]
-            lines.append("        rest = True")
-            for form, serves in tile.forms:
-                # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
-                indent = "        "
-                if form == "inside":
-                    lines.append(f"{indent}if scores.shape[0] > 16:")
-                    indent += "    "
-                lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
-                lines += [f"{indent}if {form}:"]
-                lines += [f"{indent}    scores = {form}_score(scores, {arguments}, known, pos, cols)"]
-            lines += ["        if rest:", f"            scores = {changed}"]
-        else:
-            lines.append(f"    scores = {changed}")
-    if has_mask:
-        lines.append(f"    visible = user_mask(None, {arguments})")
-        if with_bounds:
-            lines.append(
-                f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras, ())"
-            )
-            lines.append("    kv_pos = (pos + cols)[None, :]")
-            lines.append("    visible = visible & (kv_pos >= first) & (kv_pos <= last)")
-        lines.append('    scores = tl.where(visible, scores, float("-inf"))')
-    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {token}, extras)"
+        lines += scores_of_forms(score, tile, tile.forms)
+    lines += masked(has_mask, with_bounds) + ["return scores"]
     head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
-    head = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
-    return "\n".join([*head, *(f"    {line}" for line in lines), "        return scores", ""])
+    return with_head(head, lines)
+
+
+def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool) -> str:
+    """Return the text of the function that the Hopper kernel calls.
+
+    It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
+    exponents in base 2 of them, and a tuple: of what is added to these, [M], or of nothing. WHOLE: scores are of the
+    whole tile.
+    """
+    lines = [f"offset, factor = (), {LOG2E!r}"]
+    if score is None or tile is None:
+        lines += [f"factor = scale * {LOG2E!r}"]
+    else:
+        others = scores_of_forms(score, tile, tile.forms, "times(scores, scale)")
+        if tile.addend is not None and tile.is_flat_first:
+            rest = scores_of_forms(score, tile, tile.forms[1:], "times(scores, scale)")
+            if by_warps and tile.is_of_distance:
+                rows = "of_windows(q_pos[:, None]), keys_of_windows(pos), of_windows(q_head[:, None])"
+                numbers = f"user_addend(None, {rows}, kv_head, seq, None, extras, each_of_windows(of_rows))"
+                rest = [f"scores = times(scores, scale) + spread({numbers}, scores.shape[1])"]
+            flat = f"flat_addend(None, {ROWS_AND_KEYS}, known, pos, cols)"
+            lines += ["if WHOLE:"]
+            lines += indented(
+                [
+                    *scalars_of(tile),
+                    f"flat = {tile.forms[0][1]}",
+                    f"factor = tl.where(flat, scale * {LOG2E!r}, {LOG2E!r})",
+                    "by_row = (q_pos - q_pos).to(tl.float32)",
+                    "if flat:",
+                    f"    by_row = tl.sum({flat} + by_row[:, None], 1) * {LOG2E!r}",
+                    "else:",
+                    *indented(rest),
+                    "offset = (by_row,)",
+                ]
+            )
+            lines += ["else:", *indented(others)]
+        else:
+            lines += others
+    lines += masked(has_mask, False) + ["return scores, factor, offset"]
+    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr):"
+    return with_head(head, lines)
+
+
+def with_head(head: str, lines: list[str]) -> str:
+    """Return the text of a function that, without scores, returns what rows read."""
+    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {TOKEN}, extras)"
+    head_lines = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
+    return "\n".join([*head_lines, *indented(indented(lines)), ""])
+
+
+def indented(lines: list[str]) -> list[str]:
+    """Return lines one step further to the right."""
+    return [f"    {line}" for line in lines]
+
+
+def scalars_of(tile: Tile) -> list[str]:
+    """Return the lines that find what forms of a tile take."""
+    return ["q_low, q_high, last = span", *tile.lines, f"known = {tile.scalars}"]
+
+
+def scores_of_forms(
+    score: Function, tile: Tile, forms: list[tuple[str, str]], given: str = "scores"
+) -> list[str]:
+    """Return the lines that change scores, by the first of some forms that serves, else by the function."""
+    changed = f"user_score({given}, {ROWS_AND_KEYS})"
+    if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
+        changed = f"tl.where(scores == scores, {changed}, scores)"
+    if not forms:
+        return [f"scores = {changed}"]
+    lines = ["if span is None:", f"    scores = {changed}", "else:"]
+    lines += indented([*scalars_of(tile), "rest = True"])
+    for form, serves in forms:
+        # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
+        indent = "    "
+        if form == "inside":
+            lines.append(f"{indent}if scores.shape[0] > 16:")
+            indent += "    "
+        lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
+        lines += [f"{indent}if {form}:"]
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols)"]
+    return lines + ["    if rest:", f"        scores = {changed}"]
+
+
+def masked(has_mask: bool, with_bounds: bool) -> list[str]:
+    """Return the lines that hide keys."""
+    if not has_mask:
+        return []
+    lines = [f"visible = user_mask(None, {ROWS_AND_KEYS})"]
+    if with_bounds:
+        lines.append(f"first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {TOKEN}, extras, ())")
+        lines.append("kv_pos = (pos + cols)[None, :]")
+        lines.append("visible = visible & (kv_pos >= first) & (kv_pos <= last)")
+    return [*lines, 'scores = tl.where(visible, scores, float("-inf"))']
 
 
 class Writer:
@@ -225,6 +320,7 @@ class Writer:
     def __init__(
         self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int, in_ptx: bool, is_gluon: bool
     ) -> None:
+        self.reads_runs = is_gluon and os.environ.get("QV_RUNS", "1") == "1"
         self.in_ptx, self.loads_in_ptx, self.axes = in_ptx, in_ptx and not is_gluon, dict[str, frozenset[str]]()
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
         self.form, self.tile, self.is_at_first = "", None, False
@@ -353,6 +449,14 @@ class Writer:
             else:
                 place = f"clamped({self.expression(index)}, {size})"
             offset = f"({offset} * {size} + {place})" if offset else place
+        ABLATE = os.environ.get("QV_RUNS")
+        if by_key and self.reads_runs is False and ABLATE == "row":
+            return f"tl.load({pointer} + {offset}).to(tl.float32)"
+        if by_key and self.reads_runs is False and ABLATE == "same":
+            offset = offset.replace("clamped(token_,", "clamped(token_ * 0,")
+            assert "token_ * 0" in offset, offset
+        if by_key and self.reads_runs and by_key == ["-1"] and extra.dtype is torch.bfloat16:
+            return f"run_before({pointer} + {offset}, score_.shape[1])"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.

@@ -73,8 +73,8 @@ def attend_work_tile(products, memory, config):
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
     scores = first_scores(products, memory, zeros, config)
-    scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
-    p, state = first_softmax(scores, by, v_pipe.tiles.dtype)
+    scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
+    p, state = first_softmax(scores, by, more, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
@@ -103,8 +103,8 @@ def attend_work_tile(products, memory, config):
         done = warpgroup_mma_wait(0, deps=accs + operands)
         accs = done[:NUM_ACCS]
         v_pipe.release_operand(i - 1)
-        scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
-        p, accs, state = next_softmax(scores, accs, state, by, v_pipe.tiles.dtype)
+        scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
+        p, accs, state = next_softmax(scores, accs, state, by, more, v_pipe.tiles.dtype)
     operands = operands_of(p, v_pipe, accs, BLOCK_N)
     accs = multiply_values(operands, v_pipe, v_pipe.wait(stop - 1), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + operands)

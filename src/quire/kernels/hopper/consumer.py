@@ -114,7 +114,9 @@ def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, 
         seq = read_seq(memory.published, stage)
         q_pos, q_head, token = arguments_of_rows(own, work, config)
         kv_head = work.head // config.GROUP
-        of_rows = config.FUNCTION(None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None)
+        of_rows = config.FUNCTION(
+            None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None, None, False
+        )
     scale = scoring.scale
     if scoring.k_scale_ptr is not None:
         scale *= gl.load(scoring.k_scale_ptr + work.head // config.GROUP * outputs.stride_scale)

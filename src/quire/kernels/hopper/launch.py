@@ -154,15 +154,24 @@ class HopperLaunch:
         """Byte of the workspace where the counters of arrivals begin. No decode launch uses these."""
         return self.counters - cut_counter_bytes(self.request.device)
 
+    @property
+    def has_warps_of_tokens(self) -> bool:
+        """Whether the rows of each warp are tokens of one head, and a tile's scores are one tensor."""
+        config = self.config
+        tokens = config.block_t // 2 if config.apart else config.block_t
+        return tokens % 16 == 0 and config.block_n in (64, 128)
+
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods, user_mods
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec, in_ptx=True, is_gluon=True)
+        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec, in_ptx=True, is_gluon=True, by_warps=self.has_warps_of_tokens)
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
-        if score_mod is mods.softcap and not self.fixed_split_size and function is None:
+        if score_mod is mods.scaled:
+            score_mod = None  # functions scale
+        elif score_mod is mods.softcap and not self.fixed_split_size and function is None:
             score_mod = capped_exponents if has_bounded_scores(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
