@@ -158,6 +158,8 @@ def jit_functions(
     parts += [] if tile is None else [writer.function("user_score", tile.tree)]
     if tile is not None:
         parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form, _ in tile.forms]
+    if tile is not None and is_gluon and tile.is_guarded:
+        parts += [writer.function("guarded_score", tile.tree, "guarded", tile)]
     if tile is not None and is_gluon and tile.addend is not None:
         parts += [writer.function("flat_addend", tile.addend, "flat", tile)] if tile.is_flat_first else []
         parts += [writer.function("user_addend", tile.addend)]
@@ -250,7 +252,7 @@ def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool,
         else:
             lines += others
     lines += masked(has_mask, False) + ["return scores, factor, offset"]
-    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr):"
+    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, scratch):"
     return with_head(head, lines)
 
 
@@ -290,7 +292,9 @@ def scores_of_forms(
             indent += "    "
         lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
         lines += [f"{indent}if {form}:"]
-        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols)"]
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', scratch' if given != 'scores' else ''})"]
+    if given != "scores" and tile.is_guarded:
+        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, scratch)"
     return lines + ["    if rest:", f"        scores = {changed}"]
 
 
@@ -338,19 +342,19 @@ class Writer:
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
         """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols") if form else ())]
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "scratch=None") if form else ())]
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
         self.is_called_for_tiles = name != "user_bounds"
-        if form == "inside":
+        if form in ("inside", "guarded"):
             lines.append(
                 "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
             )
         for statement in tree.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 target = statement.targets[0].id
-                if form == "inside" and tile is not None and id(statement) in tile.steady:
+                if form in ("inside", "guarded") and tile is not None and id(statement) in tile.steady:
                     lines.append(f"    first_{target} = {self.first(statement.value)}")
                     self.with_first.add(target)
                 else:
@@ -372,7 +376,7 @@ class Writer:
     def expression(self, node: ast.expr) -> str:
         """Return an expression as Triton has it."""
         of, leaf = self.expression, None if self.tile is None else self.tile.leaves.get(id(node))
-        if leaf is not None and leaf.size is None:
+        if leaf is not None and leaf.size is None and self.form != "guarded":
             return f"(known[{leaf.number}] != 0)"
         if isinstance(node, ast.Constant):
             is_finite = node.value not in (float("inf"), -float("inf"))
@@ -434,7 +438,7 @@ class Writer:
         assert isinstance(node.value, ast.Name)
         extra, pointer, sizes = self.extras[node.value.id]
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        offset, by_key = "", list[str]()  # what addresses of a row grow by
+        offset, by_key, begin = "", list[str](), ""  # what addresses of a row grow by
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             leaf = None if self.tile is None else self.tile.leaves.get(id(index))
             name = ast.unparse(index)
@@ -443,6 +447,7 @@ class Writer:
                 place = f"known[{leaf.number}]"
             elif leaf is not None and leaf.interval.is_exact and leaf.interval.step is not None:
                 place = self.first(index)
+                begin = f"({offset} * {size})"
                 by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
             elif is_in_range or (leaf is not None and leaf.interval.is_exact):
                 place = self.expression(index)
@@ -456,7 +461,7 @@ class Writer:
             offset = offset.replace("clamped(token_,", "clamped(token_ * 0,")
             assert "token_ * 0" in offset, offset
         if by_key and self.reads_runs and by_key == ["-1"] and extra.dtype is torch.bfloat16:
-            return f"run_before({pointer} + {offset}, score_.shape[1])"
+            return f"run_before({pointer} + {offset}, score_.shape[1], scratch{', ' + pointer + ' + ' + begin + ', ' + sizes[-1] if self.form == 'guarded' else ''})"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.

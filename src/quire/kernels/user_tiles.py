@@ -10,6 +10,7 @@ keys. A few scalar instructions find them. Where they say so, a shorter form of 
 """
 
 import ast
+import os
 import re
 from typing import Any, NamedTuple, Protocol
 
@@ -100,6 +101,34 @@ class Tile:
     def is_of_distance(self) -> bool:
         """Whether the function adds a number to the score that depends on the distance of both positions and on the head."""
         return self.addend is not None and len(self.leaves) > 0 and all(map(depends_on_distance, self.addend.body))
+
+    @property
+    def is_guarded(self) -> bool:
+        if os.environ.get("QV_GUARD", "0") != "1":
+            return False
+        indices = [n for n in ast.walk(self.tree) if isinstance(n, ast.Subscript)]
+        return len(indices) > 0 and all(map(self.is_read_in_range, indices))
+
+    def is_read_in_range(self, node: ast.Subscript) -> bool:
+        """Whether an extra is only read where its last index, the only one that moves, is in range."""
+        assert isinstance(node.value, ast.Name)
+        extra, _, sizes = self.writer.extras[node.value.id]
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        leaf = self.leaves.get(id(parts[-1]))
+        if leaf is None or leaf.interval.step != -1 or any(map(self.moves, parts[:-1])) or not sizes[-1].isdigit():
+            return False
+        index = ast.unparse(parts[-1])
+        for call in ast.walk(self.tree):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "where" and call.args[1] is node:
+                parts, todo = set(), [call.args[0]]
+                while todo:
+                    one = todo.pop()
+                    if isinstance(one, ast.BinOp) and isinstance(one.op, ast.BitAnd):
+                        todo += [one.left, one.right]
+                    else:
+                        parts.add(ast.unparse(one))
+                return {f"{index} >= 0", f"{index} < {sizes[-1]}"} <= parts
+        return False
 
     @property
     def is_flat_first(self) -> bool:

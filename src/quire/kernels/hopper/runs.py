@@ -84,19 +84,83 @@ def run_text(keys, is_bfloat16, wide):
 
 
 @gluon.constexpr_function
+def pitch_of(keys):
+    return 2 * keys + 16
+
+
+@gluon.constexpr_function
+def smem_text(keys, is_limited):
+    numbers, each = keys // 2, PIECE.value // 2
+    lines = [
+        ".reg .b32 lane, low, part, at, to; .reg .b64 block, more; .reg .pred has, first; .reg .b16 zero, h; .reg .b32 off, size; .reg .pred in; .reg .b64 from;",
+        "mov.u32 lane, %laneid; and.b32 part, lane, 3; mov.b16 zero, 0; setp.eq.u32 first, part, 0; "
+        "bar.warp.sync 0xffffffff;",
+    ]
+    for half in range(2):
+        address, to = f"${numbers + 2 * half}", f"${numbers + each + 2 * half}"
+        lines += [
+            f"cvt.u32.u64 low, {address}; and.b32 low, low, 15; and.b64 block, {address}, -16;",
+            "setp.ne.and.u32 has, low, 14, first;",
+            "shl.b32 at, part, 4; cvt.u64.u32 more, at; sub.s64 more, block, more; "
+            f"sub.s32 to, {to}, at; add.s32 to, to, {2 * keys};",
+        ]
+        guard = ""
+        if is_limited:
+            begin, size = f"${numbers + 2 * each + 2 * half}", f"${numbers + 3 * each + 2 * half}"
+            lines.append(f"sub.s64 from, more, {begin}; cvt.u32.u64 off, from; add.s32 off, off, 15; add.s32 size, {size}, 15;")
+            guard = "@in "
+        for i in range(keys // 32):
+            if is_limited:
+                lines.append("setp.lt.u32 in, off, size; add.s32 off, off, -64;")
+            lines.append(f"{guard}cp.async.cg.shared.global [to+{-64 * i}], [more+{-64 * i}], 16;")
+        if is_limited:
+            lines.append("setp.lt.and.u32 has, off, size, has;")
+        lines.append(f"@has cp.async.cg.shared.global [to+{-2 * keys}], [more+{-2 * keys}], 16;")
+    lines.append("cp.async.wait_all; bar.warp.sync 0xffffffff;")
+    for half in range(2):
+        address, to = f"${numbers + 2 * half}", f"${numbers + each + 2 * half}"
+        lines.append(f"cvt.u32.u64 low, {address}; and.b32 low, low, 15; shl.b32 at, part, 2; add.s32 to, {to}, low; "
+                     f"sub.s32 to, to, at; add.s32 to, to, {2 * keys};")
+        for j in range(keys // 8):
+            for b in range(2):
+                lines.append(f"ld.shared.u16 h, [to+{-16 * j - 2 * b}]; mov.b32 ${4 * j + 2 * half + b}, {{zero, h}};")
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def smem_constraints(keys, is_limited):
+    each = PIECE.value // 2
+    return ",".join(["=&r"] * (keys // 2) + ["l"] * each + ["r"] * each + (["l"] * each + ["r"] * each) * is_limited)
+
+
+@gluon.constexpr_function
 def run_constraints(keys):
     """Return the constraints of `run_text`."""
     return ",".join(["=&r"] * (keys // 2) + ["l"] * (PIECE.value // 2))
 
 
 @gluon.jit
-def run_before(pointers, KEYS: gl.constexpr):
+def run_before(pointers, KEYS: gl.constexpr, scratch, begin=None, size=None):
     """Return what rows read, [ROWS, KEYS] in float32: of each, the number at its pointer, [ROWS, 1], and those before it."""
     LAYOUT: gl.constexpr = layout_of_piece()
     addresses = gl.convert_layout(pointers.to(gl.int64).reshape([ROWS]), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     addresses = addresses[:, None] + gl.zeros([ROWS, PIECE], gl.int64, LAYOUT)
-    parts = gl.inline_asm_elementwise(
-        run_text(KEYS, pointers.dtype.element_ty == gl.bfloat16, WIDE), run_constraints(KEYS), (addresses,),
-        dtype=float32_each(KEYS // PIECE), is_pure=False, pack=PIECE // 2,
-    )  # fmt: skip
+    if scratch is None:
+        parts = gl.inline_asm_elementwise(
+            run_text(KEYS, pointers.dtype.element_ty == gl.bfloat16, WIDE), run_constraints(KEYS), (addresses,),
+            dtype=float32_each(KEYS // PIECE), is_pure=False, pack=PIECE // 2,
+        )  # fmt: skip
+    else:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+        to = scratch + rows * pitch_of(KEYS) + gl.zeros([ROWS, PIECE], gl.int32, LAYOUT)
+        IS_LIMITED: gl.constexpr = begin is not None
+        operands = (addresses, to)
+        if IS_LIMITED:
+            begin = gl.convert_layout(begin.to(gl.int64).reshape([ROWS]), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+            begin = begin[:, None] + gl.zeros([ROWS, PIECE], gl.int64, LAYOUT)
+            operands = operands + (begin, 2 * size + gl.zeros([ROWS, PIECE], gl.int32, LAYOUT))
+        parts = gl.inline_asm_elementwise(
+            smem_text(KEYS, IS_LIMITED), smem_constraints(KEYS, IS_LIMITED), operands,
+            dtype=float32_each(KEYS // PIECE), is_pure=False, pack=PIECE // 2,
+        )  # fmt: skip
     return joined(parts, KEYS)

@@ -55,6 +55,7 @@ class Products:
     sight: Any  # Sight, or None where rows see a band
     seq: Any  # the sequence, where there is a FUNCTION
     of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
+    scratch: Any  # address of shared memory for runs of numbers, or None
     work_i: Any  # which use of the pipeline of queries it is
     tile_i: Any  # which use of the pipelines of keys and values its first tile is
 
@@ -63,7 +64,7 @@ class Products:
 def with_scale(products, scale):
     """Return Products with another scale."""
     p = products
-    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.work_i, p.tile_i)
+    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.scratch, p.work_i, p.tile_i)
 
 
 @gluon.jit
@@ -120,7 +121,7 @@ def by_function(scores, scale, pos, products, config):
     for i in gl.static_range(len(scores)):
         score, factor, offset = config.FUNCTION(
             scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows,
-            scale, WHOLE,
+            scale, WHOLE, products.scratch,
         )  # fmt: skip
         changed = changed + (score,)
     return changed, factor, offset
