@@ -11,7 +11,7 @@ import linecache
 import math
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,10 +19,11 @@ import triton.language as tl
 
 from quire.kernels import mods
 from quire.kernels.launcher import Plain
-from quire.kernels.user_tiles import Tile
+from quire.kernels.user_tiles import Tile, conditions
 from quire.score_functions import ARGUMENTS, KINDS, OPERATORS, Extra, Function, axes_of, tree_of
 from quire.spec import AttentionSpec
 
+MASKED = os.environ.get('QV_MASKED', '0') == '1'
 SIZE_STEP = 16  # a size is passed as a multiple of it and 3: Triton compiles for integers that are 1 or that 16 divides
 OF_ROWS = ARGUMENTS.keys() - {"score", "kv_pos"}  # arguments that do not depend on the key
 OF_HEADS = {"q_head": "num_q_heads", "kv_head": "num_kv_heads"}  # arguments that are an index in range
@@ -38,27 +39,33 @@ def passed(extras: tuple[Extra, ...], tensors: tuple[torch.Tensor, ...]) -> tupl
     return tuple(found)
 
 
-def function_of(
-    spec: AttentionSpec,
-    with_bounds: bool = False,
-    in_ptx: bool = False,
-    is_gluon: bool = False,
-    by_warps: bool = False,
-) -> Any:
+def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = False) -> Any:
     """Return the jit function that turns scores into those that a spec's functions make; None without functions.
 
     Args:
         spec: what is computed.
         with_bounds: also hide the keys outside of the mask's bounds.
-        in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read an extra for each score.
-            Triton would choose another layout for these reads, and move scores there and back through shared memory.
-        is_gluon: it is for the Hopper kernel, in Gluon, which names its layouts, and takes an offset of each row.
-        by_warps: with `is_gluon`, each warp's rows are tokens of one head.
+        in_ptx: it may have instructions of PTX: for logarithms, and to read an extra for each score. Triton would
+            choose another layout for these reads, and move scores there and back through shared memory.
     """
     if spec.score is None and spec.mask is None:
         return None
     name = "bounded_scores" if with_bounds and spec.mask is not None and spec.mask.bounds else "scores"
-    return functions_of(spec, in_ptx, is_gluon, by_warps)[name]
+    return functions_of(spec, in_ptx)[name]
+
+
+def hopper_functions(spec: AttentionSpec, by_warps: bool, has_runs: bool) -> tuple[Any, Any]:
+    """Return the jit functions of the Hopper kernel: of scores, and of which runs of numbers that one reads, or None.
+
+    Args:
+        spec: what is computed.
+        by_warps: each warp's rows are tokens of one head.
+        has_runs: there is shared memory for a run of each row.
+    """
+    if spec.score is None and spec.mask is None:
+        return None, None
+    found = functions_of(spec, True, Gluon(by_warps, has_runs))
+    return found["scores"], found.get("runs")
 
 
 def bounds_of(spec: AttentionSpec) -> Any:
@@ -68,12 +75,17 @@ def bounds_of(spec: AttentionSpec) -> Any:
     return functions_of(spec)["bounds"]
 
 
-def functions_of(
-    spec: AttentionSpec, in_ptx: bool = False, is_gluon: bool = False, by_warps: bool = False
-) -> dict[str, Any]:
-    """Return the jit functions of a spec's functions."""
+class Gluon(NamedTuple):
+    """What `hopper_functions` is told of a kernel in Gluon."""
+
+    by_warps: bool
+    has_runs: bool
+
+
+def functions_of(spec: AttentionSpec, in_ptx: bool = False, gluon: Gluon | None = None) -> dict[str, Any]:
+    """Return the jit functions of a spec's functions, for a kernel in Triton, or in Gluon, which names its layouts."""
     heads = spec.num_q_heads, spec.num_kv_heads
-    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, is_gluon, by_warps)
+    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, gluon)
 
 
 @triton.jit
@@ -123,7 +135,11 @@ def times(scores, scale):
 def load_in_ptx(name: str, kind: str, register: str, dtype: str) -> str:
     """Return the text of a function that loads numbers, and keeps the layout of their addresses."""
     code = f'"ld.global.{kind} $0, [$1];", "={register},l", [ptrs.to(tl.int64)], dtype=tl.{dtype}'
-    return f"@triton.jit\ndef {name}(ptrs):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
+    text = f"@triton.jit\ndef {name}(ptrs):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
+    if kind in ("b16", "b32"):
+        code = f'"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.{kind} $0, 0; @p ld.global.{kind} $0, [$1]; }}", "={register},l,r", [ptrs.to(tl.int64), inside.to(tl.int32)], dtype=tl.{dtype}'
+        text += f"\n\n@triton.jit\ndef {name}_if(ptrs, inside):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
+    return text
 
 
 LOADS = {  # the instruction, a register, and what that is in Triton
@@ -147,20 +163,21 @@ def jit_functions(
     kv_heads: int,
     itemsize: int,
     in_ptx: bool,
-    is_gluon: bool,
-    by_warps: bool,
+    gluon: Gluon | None,
 ) -> dict[str, Any]:
-    """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds."""
-    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, is_gluon)
+    """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds, and "runs"."""
+    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, gluon is not None)
     tile = None if score is None else Tile(writer, tree_of(score.source))
     kinds = dict.fromkeys(extra.dtype for extra in extras) if writer.loads_in_ptx else ()
     parts = [load_in_ptx(f"load_{str(dtype)[6:]}", *LOADS[dtype]) for dtype in kinds]
     parts += [] if tile is None else [writer.function("user_score", tile.tree)]
+    has_runs = gluon is not None and gluon.has_runs and tile is not None and tile.is_guarded
+    writer.has_runs = has_runs
     if tile is not None:
-        parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form, _ in tile.forms]
-    if tile is not None and is_gluon and tile.is_guarded:
-        parts += [writer.function("guarded_score", tile.tree, "guarded", tile)]
-    if tile is not None and is_gluon and tile.addend is not None:
+        forms = [form for form, _ in tile.forms] + ["guarded"] * has_runs
+        parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form in forms]
+        parts += [writer.function("user_runs", tile.tree, "runs", tile), RUNS] if has_runs else []
+    if tile is not None and gluon is not None and tile.addend is not None:
         parts += [writer.function("flat_addend", tile.addend, "flat", tile)] if tile.is_flat_first else []
         parts += [writer.function("user_addend", tile.addend)]
     parts += [writer.function("user_mask", tree_of(mask.source))] if mask is not None else []
@@ -172,13 +189,12 @@ def jit_functions(
     parts.append(f"{head}\n    return ({loads})\n")
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
     scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
-    if is_gluon:
+    if gluon is not None:
         from quire.kernels.hopper import runs, windows  # here, since they import Gluon
 
-        scope["run_before"] = runs.run_before
-
-        scope |= {f.__name__: f for f in (windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread)}
-        parts += [combined_in_gluon(score, tile, mask is not None, by_warps)]
+        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.unpacked
+        scope |= {f.__name__: f for f in used}
+        parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
     else:
         parts += [combined("scores", score, tile, mask is not None, False)]
         parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
@@ -186,7 +202,7 @@ def jit_functions(
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     exec(compile(text, name, "exec"), scope)
-    return {name: scope[name] for name in ("scores", "bounded_scores", "bounds") if name in scope}
+    return {name: scope[name] for name in ("scores", "bounded_scores", "bounds", "runs") if name in scope}
 
 
 LOG2E = 1.4426950408889634
@@ -197,6 +213,14 @@ def bounds(q_pos, seq, token, extras):
     first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras, ())
     nothing = tl.zeros_like(q_pos)
     return nothing + first, nothing + last + 1
+"""
+
+
+RUNS = f"""@triton.jit
+def runs(q_pos, pos, q_head, kv_head, seq, token, extras, of_rows):
+    return user_runs(
+        None, q_pos[:, None], None, q_head[:, None], kv_head, seq, {TOKEN}, extras, of_rows, None, pos, None
+    )
 """
 
 
@@ -215,20 +239,22 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
     return with_head(head, lines)
 
 
-def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool) -> str:
+def combined_in_gluon(
+    score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool, has_runs: bool
+) -> str:
     """Return the text of the function that the Hopper kernel calls.
 
     It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
     exponents in base 2 of them, and a tuple: of what is added to these, [M], or of nothing. WHOLE: scores are of the
-    whole tile.
+    whole tile. `ahead` is what was read of runs.
     """
     lines = [f"offset, factor = (), {LOG2E!r}"]
     if score is None or tile is None:
         lines += [f"factor = scale * {LOG2E!r}"]
     else:
-        others = scores_of_forms(score, tile, tile.forms, "times(scores, scale)")
+        others = scores_of_forms(score, tile, tile.forms, "times(scores, scale)", has_runs)
         if tile.addend is not None and tile.is_flat_first:
-            rest = scores_of_forms(score, tile, tile.forms[1:], "times(scores, scale)")
+            rest = scores_of_forms(score, tile, tile.forms[1:], "times(scores, scale)", has_runs)
             if by_warps and tile.is_of_distance:
                 rows = "of_windows(q_pos[:, None]), keys_of_windows(pos), of_windows(q_head[:, None])"
                 numbers = f"user_addend(None, {rows}, kv_head, seq, None, extras, each_of_windows(of_rows))"
@@ -252,7 +278,7 @@ def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool,
         else:
             lines += others
     lines += masked(has_mask, False) + ["return scores, factor, offset"]
-    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, scratch):"
+    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, ahead):"
     return with_head(head, lines)
 
 
@@ -274,7 +300,7 @@ def scalars_of(tile: Tile) -> list[str]:
 
 
 def scores_of_forms(
-    score: Function, tile: Tile, forms: list[tuple[str, str]], given: str = "scores"
+    score: Function, tile: Tile, forms: list[tuple[str, str]], given: str = "scores", has_runs: bool = False
 ) -> list[str]:
     """Return the lines that change scores, by the first of some forms that serves, else by the function."""
     changed = f"user_score({given}, {ROWS_AND_KEYS})"
@@ -292,9 +318,9 @@ def scores_of_forms(
             indent += "    "
         lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
         lines += [f"{indent}if {form}:"]
-        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', scratch' if given != 'scores' else ''})"]
-    if given != "scores" and tile.is_guarded:
-        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, scratch)"
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', ahead' * has_runs})"]
+    if has_runs:
+        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, ahead)"
     return lines + ["    if rest:", f"        scores = {changed}"]
 
 
@@ -324,7 +350,8 @@ class Writer:
     def __init__(
         self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int, in_ptx: bool, is_gluon: bool
     ) -> None:
-        self.reads_runs = is_gluon and os.environ.get("QV_RUNS", "1") == "1"
+        self.guards, self.guard = set[str](), ""
+        self.has_runs = False  # of the function that is written
         self.in_ptx, self.loads_in_ptx, self.axes = in_ptx, in_ptx and not is_gluon, dict[str, frozenset[str]]()
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
         self.form, self.tile, self.is_at_first = "", None, False
@@ -342,27 +369,36 @@ class Writer:
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
         """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "scratch=None") if form else ())]
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "ahead=None") if form else ())]
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
         self.is_called_for_tiles = name != "user_bounds"
-        if form in ("inside", "guarded"):
+        skipped = {"kv_pos"}
+        if form in ("inside", "guarded", "runs"):
+            lines.append("    first_kv_pos = pos")
+        if form == "inside":
             lines.append(
-                "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
+                "    near, far = (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
             )
         for statement in tree.body:
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
                 target = statement.targets[0].id
-                if form in ("inside", "guarded") and tile is not None and id(statement) in tile.steady:
+                if form in ("inside", "guarded", "runs") and tile is not None and id(statement) in tile.steady:
                     lines.append(f"    first_{target} = {self.first(statement.value)}")
                     self.with_first.add(target)
                 else:
                     self.with_first.discard(target)
+                if form == "runs" and tile is not None and tile.moves(statement.value, skipped):
+                    skipped.add(target)
+                    continue
                 lines.append(f"    {own(target)} = {self.expression(statement.value)}")
                 self.axes[target] = self.axes_of(statement.value)
             elif isinstance(statement, ast.Return) and statement.value is not None:
-                lines.append(f"    return {self.expression(statement.value)}")
+                value = statement.value
+                if form == "runs":
+                    (value,) = [node for node in ast.walk(value) if isinstance(node, ast.Subscript)]
+                lines.append(f"    return {self.expression(value)}")
         self.form, self.tile = "", None
         return "\n".join([*lines, ""])
 
@@ -394,6 +430,11 @@ class Writer:
         if isinstance(node, ast.Subscript):
             return self.number(node)
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id == "where" and self.loads_in_ptx and not self.form and isinstance(node.args[1], ast.Subscript) and MASKED:
+            self.guards, self.guard = set(conditions(node.args[0])), of(node.args[0])
+            value = self.number(node.args[1])
+            self.guards, guard = set(), self.guard
+            return self.called("where", [guard, value, of(node.args[2])])
         if node.func.id == "tanh" and not self.is_exact:
             return self.fast_tanh(node)
         return self.called(node.func.id, [of(argument) for argument in node.args])
@@ -438,7 +479,8 @@ class Writer:
         assert isinstance(node.value, ast.Name)
         extra, pointer, sizes = self.extras[node.value.id]
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        offset, by_key, begin = "", list[str](), ""  # what addresses of a row grow by
+        is_masked = False
+        offset, by_key, begin, first = "", list[str](), "", ""  # what addresses of a row grow by
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             leaf = None if self.tile is None else self.tile.leaves.get(id(index))
             name = ast.unparse(index)
@@ -447,21 +489,19 @@ class Writer:
                 place = f"known[{leaf.number}]"
             elif leaf is not None and leaf.interval.is_exact and leaf.interval.step is not None:
                 place = self.first(index)
-                begin = f"({offset} * {size})"
+                begin, first = f"{offset} * {size}" if offset else "0", place
                 by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
+            elif {f"{name} >= 0", f"{name} < {size}"} <= self.guards:
+                place, is_masked = self.expression(index), True
             elif is_in_range or (leaf is not None and leaf.interval.is_exact):
                 place = self.expression(index)
             else:
                 place = f"clamped({self.expression(index)}, {size})"
             offset = f"({offset} * {size} + {place})" if offset else place
-        ABLATE = os.environ.get("QV_RUNS")
-        if by_key and self.reads_runs is False and ABLATE == "row":
-            return f"tl.load({pointer} + {offset}).to(tl.float32)"
-        if by_key and self.reads_runs is False and ABLATE == "same":
-            offset = offset.replace("clamped(token_,", "clamped(token_ * 0,")
-            assert "token_ * 0" in offset, offset
-        if by_key and self.reads_runs and by_key == ["-1"] and extra.dtype is torch.bfloat16:
-            return f"run_before({pointer} + {offset}, score_.shape[1], scratch{', ' + pointer + ' + ' + begin + ', ' + sizes[-1] if self.form == 'guarded' else ''})"
+        if self.form == "runs":
+            return f"({pointer} + {begin}) + {first}, {pointer} + {begin}, {sizes[-1]}"
+        if self.has_runs and by_key and self.form:
+            return f"unpacked(ahead, {extra.dtype is torch.bfloat16})"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.
@@ -470,6 +510,8 @@ class Writer:
         varies = frozenset({"rows", "keys"}) <= self.axes_of(node)
         load = f"load_{str(extra.dtype)[6:]}" if self.loads_in_ptx and varies else "tl.load"
         loaded = f"{load}({pointer} + {offset})"
+        if is_masked and load != "tl.load":
+            loaded = f"{load}_if({pointer} + {offset}, {self.guard})"
         kind = KINDS[extra.dtype]
         found = f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
         names = {part.id for index in indices for part in ast.walk(index) if isinstance(part, ast.Name)}

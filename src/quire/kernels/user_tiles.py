@@ -10,9 +10,10 @@ keys. A few scalar instructions find them. Where they say so, a shorter form of 
 """
 
 import ast
-import os
 import re
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 MOST_POSITION = 1 << 26  # of which intervals are found; no sum of a few overflows
 MOST_INTEGER = (1 << 31) - 1
@@ -104,31 +105,23 @@ class Tile:
 
     @property
     def is_guarded(self) -> bool:
-        if os.environ.get("QV_GUARD", "0") != "1":
-            return False
-        indices = [n for n in ast.walk(self.tree) if isinstance(n, ast.Subscript)]
-        return len(indices) > 0 and all(map(self.is_read_in_range, indices))
+        """Whether the only index of an extra that moves goes back from key to key, where it is in range."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Subscript)]
+        return len(found) == 1 and self.is_read_in_range(found[0])
 
     def is_read_in_range(self, node: ast.Subscript) -> bool:
-        """Whether an extra is only read where its last index, the only one that moves, is in range."""
+        """Whether it is so of an extra of 16-bit floats, by its last index, and a number is only used where that is in range."""
         assert isinstance(node.value, ast.Name)
         extra, _, sizes = self.writer.extras[node.value.id]
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        leaf = self.leaves.get(id(parts[-1]))
-        if leaf is None or leaf.interval.step != -1 or any(map(self.moves, parts[:-1])) or not sizes[-1].isdigit():
+        *others, index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        leaf = self.leaves.get(id(index))
+        if extra.dtype not in (torch.bfloat16, torch.float16) or not sizes[-1].isdigit() or any(map(self.moves, others)):
             return False
-        index = ast.unparse(parts[-1])
-        for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "where" and call.args[1] is node:
-                parts, todo = set(), [call.args[0]]
-                while todo:
-                    one = todo.pop()
-                    if isinstance(one, ast.BinOp) and isinstance(one.op, ast.BitAnd):
-                        todo += [one.left, one.right]
-                    else:
-                        parts.add(ast.unparse(one))
-                return {f"{index} >= 0", f"{index} < {sizes[-1]}"} <= parts
-        return False
+        if leaf is None or not leaf.interval.is_exact or leaf.interval.step != -1:
+            return False
+        text, wheres = ast.unparse(index), [n for n in ast.walk(self.tree) if isinstance(n, ast.Call)]
+        wheres = [call for call in wheres if ast.unparse(call.func) == "where" and call.args[1] is node]
+        return any({f"{text} >= 0", f"{text} < {sizes[-1]}"} <= set(conditions(call.args[0])) for call in wheres)
 
     @property
     def is_flat_first(self) -> bool:
@@ -317,6 +310,13 @@ class Tile:
             low, high = (self.writer.called(word, [end]) for end in first[:2])
             return Interval(low, high, MOST_POSITION if word == "int" else 0, False, None)
         return None
+
+
+def conditions(node: ast.expr) -> list[str]:
+    """Return the text of conditions that must all be true."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
+        return conditions(node.left) + conditions(node.right)
+    return [ast.unparse(node)]
 
 
 def is_name(node: ast.expr, name: str) -> bool:

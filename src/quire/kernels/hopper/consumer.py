@@ -17,6 +17,7 @@ from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
 from quire.kernels.hopper.softcap import is_capped
+from quire.kernels.hopper.runs import rows_of_runs
 from quire.kernels.hopper.softmax import Products, Sight, arguments_of_rows, scaled
 from quire.kernels.hopper.work_tile import (
     ROWS,
@@ -109,17 +110,15 @@ def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, 
     sight = None
     if config.INTERVALS:
         sight = sight_of_rows(memory.published, stage, work, own, scoring)
-    seq, of_rows, scratch = None, None, None
-    if len(memory.runs) > 0:
-        scratch = memory.runs[1] + own.WG * 17408
-        EACH: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, 4], [1, 0])
-        memory.runs[0].index(33).store(gl.full([8, 64], 0.0, gl.bfloat16, EACH))
+    seq, of_rows, run_rows = None, None, None
+    if config.RUNS is not None:
+        run_rows = rows_of_runs(memory.runs, own.WG, config.BLOCK_N)
     if config.FUNCTION is not None:
         seq = read_seq(memory.published, stage)
         q_pos, q_head, token = arguments_of_rows(own, work, config)
         kv_head = work.head // config.GROUP
         of_rows = config.FUNCTION(
-            None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None, None, False, None
+            None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None, None, False, ()
         )
     scale = scoring.scale
     if scoring.k_scale_ptr is not None:
@@ -141,7 +140,7 @@ def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, 
         )
         q = (converted,)
         scale *= inverse_scale
-    return Products(q, work, own, scoring, scale, slopes, sight, seq, of_rows, scratch, work_i, tile_i)
+    return Products(q, work, own, scoring, scale, slopes, sight, seq, of_rows, run_rows, work_i, tile_i)
 
 
 @gluon.jit

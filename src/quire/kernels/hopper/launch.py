@@ -161,13 +161,22 @@ class HopperLaunch:
         tokens = config.block_t // 2 if config.apart else config.block_t
         return tokens % 16 == 0 and config.block_n in (64, 128)
 
+    @property
+    def has_room_for_runs(self) -> bool:
+        """Whether shared memory holds runs of numbers beside the tiles, and scores are one tensor."""
+        config, spec = self.config, self.request.spec
+        is_plain = not (self.fixed_split_size or config.fp8_mma or config.num_quantised_stages)
+        return is_plain and config.block_n in (64, 128) and max(spec.head_dim, self.part_width) <= 128
+
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods, user_mods
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec, in_ptx=True, is_gluon=True, by_warps=self.has_warps_of_tokens)
+        score_mod, (function, runs) = mods.score_mod(spec), user_mods.hopper_functions(
+            spec, self.has_warps_of_tokens, self.has_room_for_runs
+        )
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
         if score_mod is mods.scaled:
             score_mod = None  # functions scale
@@ -182,6 +191,7 @@ class HopperLaunch:
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
             "SPLIT_BY_TOKENS": config.apart,
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize), "FUNCTION": function,
+            "RUNS": runs,
         }  # fmt: skip
 
     @property

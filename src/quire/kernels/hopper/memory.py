@@ -5,14 +5,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.gluon.addresses import address_of, mark_shared_memory
+from quire.kernels.gluon.addresses import mark_shared_memory
 from quire.kernels.gluon.pipeline import make_pipeline
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
+from quire.kernels.hopper.runs import allocate_runs
 from quire.kernels.hopper.work_tile import ROWS, WORDS
-
-import os
-SMEM = gl.constexpr(os.environ.get("QV_SMEM", "0") == "1")
-
 
 class Memory(NamedTuple):
     """Pipelines, and the work tiles that the producer publishes."""
@@ -20,7 +17,7 @@ class Memory(NamedTuple):
     q: Any  # SmemPipeline
     k: Any
     v: Any
-    runs: Any  # (tile, address) of shared memory for runs, or ()
+    runs: Any  # shared memory for runs, from `allocate_runs`, or ()
     published: Any  # [Q_STAGES * WORDS + WARPGROUPS, 1] int32: `work_tile.py` says what the last ones are
 
 
@@ -39,8 +36,7 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
     V_IN_PIECES: gl.constexpr = config.PIECES or IN_PIECES
-    RUNS: gl.constexpr = SMEM and config.FUNCTION is not None and config.WARPGROUPS == 2
-    if V_IN_PIECES or RUNS:
+    if V_IN_PIECES or config.RUNS is not None:
         mark_shared_memory()
     q = make_pipeline(
         queries, config.WARPGROUPS * ROWS, COLUMNS, config.Q_STAGES, config.WARPGROUPS, 0, IN_PIECES
@@ -57,9 +53,8 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
         v = make_pipeline(element, BLOCK_N, COLUMNS_V, config.STAGES, RELEASES, V_COPYING, V_IN_PIECES, V_IN_PIECES)
     published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS + config.WARPGROUPS, 1], FLAT)
     runs = ()
-    if RUNS:
-        tiles = gl.allocate_shared_memory(gl.bfloat16, [34, 8, 64], gl.NVMMASharedLayout(128, 16, 2))
-        runs = (tiles, address_of(tiles.index(0)))
+    if config.RUNS is not None:
+        runs = allocate_runs(config.WARPGROUPS, BLOCK_N)
     return Memory(q, k, v, runs, published)
 
 

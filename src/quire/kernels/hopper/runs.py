@@ -1,166 +1,173 @@
 """Numbers that each row reads one after the other, from key to key backwards, as a relative bias by distance is.
 
-A thread would load one number for each score, from as many cache lines as a warp has rows. Here the four threads that
-share a row load its run of 16-bit numbers in words, and each gives the others what their scores need.
+A thread would load one number for each score, from as many cache lines as a warp has rows. Here each warp copies its
+rows' runs of 16-bit numbers to shared memory, a tile ahead, and reads from there while products run. Of a score's
+tile there are two numbers in a register, until the function adds them.
 
-A row's numbers are words before and at the one of its first key, whose place in a block of four words differs. Thread c
-of a quad has word c of each block. Scores of eight columns need four words in a row, one for a thread's two columns, or
-the lower half of it and the upper half of the word before.
+Copies are of 16 bytes, so a row has room for one more of them than numbers. What is not of the extra is not copied.
 """
-
-import os
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quire.kernels.gluon.addresses import address_of
 from quire.kernels.hopper.products import PIECE, float32_each, joined, layout_of_piece
 from quire.kernels.hopper.work_tile import ROWS
 
-WIDE = gl.constexpr(os.environ.get("QV_WIDE", "0") == "1")
-
-
-@gluon.constexpr_function
-def run_text(keys, is_bfloat16, wide):
-    """Return PTX that reads the numbers of scores. Its operand is the address of each row's number of the first key."""
-    numbers, blocks = keys // 2, keys // 8
-    lines = [
-        ".reg .b32 lane, low, part, place, word, from0, from1, chosen, first, second, pick0, pick1, base; "
-        ".reg .b64 block, more; .reg .pred odd, high, has, after0, after1, isodd;",
-        f".reg .b32 w<{blocks + 4}>, a<{blocks + 4}>, s<4>;",
-        "mov.u32 lane, %laneid; and.b32 part, lane, 3; and.b32 base, lane, 28;",
-    ]
-    for half in range(2):
-        at = f"${numbers + 2 * half}"
-        lines += [
-            f"cvt.u32.u64 low, {at}; and.b32 low, low, 15; shr.u32 place, low, 2;",
-            f"and.b64 block, {at}, -16;",
-            "setp.ne.u32 has, low, 14;",  # whether the block after the last is read
-            "setp.gt.u32 after0, part, place; setp.ge.u32 after1, part, place;",
-            "sub.s32 from0, place, part; and.b32 from0, from0, 3; or.b32 from0, from0, base;",
-            "sub.s32 from1, place, part; add.s32 from1, from1, -1; and.b32 from1, from1, 3; or.b32 from1, from1, base;",
-            "and.b32 word, low, 2; setp.ne.u32 isodd, word, 0;",
-            # of bytes: the first number's become the upper half of a float32, and the second's
-            "selp.b32 pick0, 0x3244, 0x1044, isodd; selp.b32 pick1, 0x1044, 0x7644, isodd;"
-        ]
-        if wide:
-            lines += [
-                "shl.b32 word, part, 4; cvt.u64.u32 more, word; sub.s64 more, block, more;",
-                "setp.ne.u32 odd, 0, 1; and.b32 word, part, 1; setp.ne.u32 odd, word, 0; setp.gt.u32 high, part, 1;",
-            ]
-            for i in range(blocks // 4):
-                w = [f"w{4 * i + n}" for n in range(4)]
-                lines.append(f"ld.global.v4.b32 {{{', '.join(w)}}}, [more+{-64 * i}];")
-        lines += ["shl.b32 word, part, 2; cvt.u64.u32 more, word; add.s64 more, block, more;"]
-        lines += [f"mov.b32 a{blocks}, 0; @has ld.global.b32 a{blocks}, [more+{-16 * blocks}];"]
-        if wide:
-            for i in range(blocks // 4):
-                w = [f"w{4 * i + n}" for n in range(4)]
-                a = [f"a{4 * i + n}" for n in range(4)]
-                lines += [
-                    f"selp.b32 s0, {w[0]}, {w[1]}, odd; shfl.sync.bfly.b32 s0, s0, 1, 0x1f, 0xffffffff; "
-                    f"selp.b32 s1, {w[2]}, {w[3]}, odd; shfl.sync.bfly.b32 s1, s1, 1, 0x1f, 0xffffffff; "
-                    f"selp.b32 {w[0]}, s0, {w[0]}, odd; selp.b32 {w[1]}, {w[1]}, s0, odd; "
-                    f"selp.b32 {w[2]}, s1, {w[2]}, odd; selp.b32 {w[3]}, {w[3]}, s1, odd; "
-                    f"selp.b32 s0, {w[0]}, {w[2]}, high; shfl.sync.bfly.b32 s0, s0, 2, 0x1f, 0xffffffff; "
-                    f"selp.b32 s1, {w[1]}, {w[3]}, high; shfl.sync.bfly.b32 s1, s1, 2, 0x1f, 0xffffffff; "
-                    f"selp.b32 {a[0]}, s0, {w[0]}, high; selp.b32 {a[1]}, s1, {w[1]}, high; "
-                    f"selp.b32 {a[2]}, {w[2]}, s0, high; selp.b32 {a[3]}, {w[3]}, s1, high;"
-                ]
-        else:
-            lines += [f"ld.global.b32 a{m}, [more+{-16 * m}];" for m in range(blocks)]
-        for j in range(blocks):
-            outs = [f"${4 * j + 2 * half + b}" for b in range(2)]
-            lines += [
-                f"selp.b32 chosen, a{j + 1}, a{j}, after0; shfl.sync.idx.b32 first, chosen, from0, 0x1f, 0xffffffff; "
-                f"selp.b32 chosen, a{j + 1}, a{j}, after1; shfl.sync.idx.b32 second, chosen, from1, 0x1f, 0xffffffff; "
-            ]
-            if is_bfloat16:
-                lines += [
-                    f"mov.b32 word, 0; prmt.b32 {outs[0]}, first, word, pick0; "  # byte 4 is 0
-                    f"selp.b32 second, first, second, isodd; selp.b32 word, 0x1044, 0x3244, isodd; "
-                    f"mov.b32 low, 0; prmt.b32 {outs[1]}, second, low, word;"
-                ]
-    return "{ " + " ".join(lines) + " }"
+EACH = gl.constexpr(PIECE.value // 2)  # registers of a thread in a piece
+REGISTERS = ".reg .b32 lane, part, low, at, to, off, size; .reg .b64 block, from; .reg .pred in; .reg .b16 even, odd; "
+LANE = "mov.u32 lane, %laneid; and.b32 part, lane, 3; "
+FREE = "bar.warp.sync 0xffffffff; "
+ARRIVED = "cp.async.wait_all; bar.warp.sync 0xffffffff; "
 
 
 @gluon.constexpr_function
 def pitch_of(keys):
+    """Return the bytes of a row: with this number, eight rows are in different banks."""
     return 2 * keys + 16
 
 
 @gluon.constexpr_function
-def smem_text(keys, is_limited):
-    numbers, each = keys // 2, PIECE.value // 2
-    lines = [
-        ".reg .b32 lane, low, part, at, to; .reg .b64 block, more; .reg .pred has, first; .reg .b16 zero, h; .reg .b32 off, size; .reg .pred in; .reg .b64 from;",
-        "mov.u32 lane, %laneid; and.b32 part, lane, 3; mov.b16 zero, 0; setp.eq.u32 first, part, 0; "
-        "bar.warp.sync 0xffffffff;",
-    ]
-    for half in range(2):
-        address, to = f"${numbers + 2 * half}", f"${numbers + each + 2 * half}"
+def kib_of(keys):
+    """Return the KiB of a warpgroup."""
+    return ROWS.value * pitch_of(keys) // 1024
+
+
+@gluon.constexpr_function
+def copy_text(keys):
+    """Return PTX that begins to copy. Four threads share a row.
+
+    The operands are for each row the address of the first key's number, that of the row in shared memory, the address
+    of the first number that is there, and how many bytes there are.
+    """
+    lines = [f"mov.b32 ${i}, 0;" for i in range(EACH.value)]
+    for half in (0, 2):
+        address, to, begin, size = (f"${EACH.value * i + half}" for i in range(1, 5))
         lines += [
-            f"cvt.u32.u64 low, {address}; and.b32 low, low, 15; and.b64 block, {address}, -16;",
-            "setp.ne.and.u32 has, low, 14, first;",
-            "shl.b32 at, part, 4; cvt.u64.u32 more, at; sub.s64 more, block, more; "
-            f"sub.s32 to, {to}, at; add.s32 to, to, {2 * keys};",
+            f"and.b64 block, {address}, -16; shl.b32 at, part, 4; cvt.u64.u32 from, at; sub.s64 block, block, from; "
+            f"sub.s32 to, {to}, at; add.s32 to, to, {2 * keys}; sub.s64 from, block, {begin}; cvt.u32.u64 off, from; "
+            f"add.s32 off, off, 15; add.s32 size, {size}, 15;"
         ]
-        guard = ""
-        if is_limited:
-            begin, size = f"${numbers + 2 * each + 2 * half}", f"${numbers + 3 * each + 2 * half}"
-            lines.append(f"sub.s64 from, more, {begin}; cvt.u32.u64 off, from; add.s32 off, off, 15; add.s32 size, {size}, 15;")
-            guard = "@in "
         for i in range(keys // 32):
-            if is_limited:
-                lines.append("setp.lt.u32 in, off, size; add.s32 off, off, -64;")
-            lines.append(f"{guard}cp.async.cg.shared.global [to+{-64 * i}], [more+{-64 * i}], 16;")
-        if is_limited:
-            lines.append("setp.lt.and.u32 has, off, size, has;")
-        lines.append(f"@has cp.async.cg.shared.global [to+{-2 * keys}], [more+{-2 * keys}], 16;")
-    lines.append("cp.async.wait_all; bar.warp.sync 0xffffffff;")
-    for half in range(2):
-        address, to = f"${numbers + 2 * half}", f"${numbers + each + 2 * half}"
-        lines.append(f"cvt.u32.u64 low, {address}; and.b32 low, low, 15; shl.b32 at, part, 2; add.s32 to, {to}, low; "
-                     f"sub.s32 to, to, at; add.s32 to, to, {2 * keys};")
+            lines += [
+                f"setp.lt.u32 in, off, size; add.s32 off, off, -64; "
+                f"@in cp.async.cg.shared.global [to+{-64 * i}], [block+{-64 * i}], 16;"
+            ]
+        last = f"[to+{-2 * keys}], [block+{-2 * keys}], 16;"
+        lines += [
+            f"setp.lt.u32 in, off, size; setp.eq.and.u32 in, part, 0, in; @in cp.async.cg.shared.global {last}"
+        ]
+    return "{ " + REGISTERS + ARRIVED + LANE + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def read_text(keys):
+    """Return PTX that waits for copies and reads, two columns in a register. The operands are the first two."""
+    numbers, lines = keys // 4, list[str]()
+    for half in (0, 2):
+        address, to = f"${numbers + half}", f"${numbers + EACH.value + half}"
+        lines += [
+            f"cvt.u32.u64 low, {address}; and.b32 low, low, 15; shl.b32 at, part, 2; add.s32 to, {to}, low; "
+            f"sub.s32 to, to, at; add.s32 to, to, {2 * keys};"
+        ]
         for j in range(keys // 8):
-            for b in range(2):
-                lines.append(f"ld.shared.u16 h, [to+{-16 * j - 2 * b}]; mov.b32 ${4 * j + 2 * half + b}, {{zero, h}};")
+            lines += [
+                f"ld.shared.u16 even, [to+{-16 * j}]; ld.shared.u16 odd, [to+{-16 * j - 2}]; "
+                f"mov.b32 ${2 * j + half // 2}, {{even, odd}};"
+            ]
+    return "{ " + REGISTERS + ARRIVED + LANE + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def unpack_text(is_bfloat16):
+    """Return PTX that makes a piece of registers two pieces in float32."""
+    lines = [".reg .b16 even, odd;"]
+    for i in range(EACH.value):
+        a, b, both = f"${2 * i}", f"${2 * i + 1}", f"${2 * EACH.value + i}"
+        if is_bfloat16:
+            lines += [f"shl.b32 {a}, {both}, 16; and.b32 {b}, {both}, 0xffff0000;"]
+        else:
+            lines += [f"mov.b32 {{even, odd}}, {both}; cvt.f32.f16 {a}, even; cvt.f32.f16 {b}, odd;"]
     return "{ " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
-def smem_constraints(keys, is_limited):
-    each = PIECE.value // 2
-    return ",".join(["=&r"] * (keys // 2) + ["l"] * each + ["r"] * each + (["l"] * each + ["r"] * each) * is_limited)
+def constraints(written, *read):
+    """Return constraints of pieces that are written and read."""
+    return ",".join(["=&r"] * (written * EACH.value) + [kind for kind in read for _ in range(EACH.value)])
 
 
 @gluon.constexpr_function
-def run_constraints(keys):
-    """Return the constraints of `run_text`."""
-    return ",".join(["=&r"] * (keys // 2) + ["l"] * (PIECE.value // 2))
+def int32_each(number):
+    """Return a type for each piece."""
+    return (gl.int32,) * number
 
 
 @gluon.jit
-def run_before(pointers, KEYS: gl.constexpr, scratch, begin=None, size=None):
-    """Return what rows read, [ROWS, KEYS] in float32: of each, the number at its pointer, [ROWS, 1], and those before it."""
+def allocate_runs(WARPGROUPS: gl.constexpr, KEYS: gl.constexpr):
+    """Allocate shared memory, which must be marked. Return it, and its address."""
+    tiles = gl.allocate_shared_memory(
+        gl.bfloat16, [WARPGROUPS * kib_of(KEYS), 8, 64], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    return tiles, address_of(tiles.index(0))
+
+
+@gluon.jit
+def rows_of_runs(runs, WG: gl.constexpr, KEYS: gl.constexpr):
+    """Return the address of each row of a warpgroup in shared memory, which stays allocated until then."""
+    EVERY: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, gl.num_warps()], [1, 0])
+    gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [runs[0].index(0).load(EVERY)], dtype=gl.bfloat16, is_pure=False, pack=2
+    )
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_of_piece()))
+    return runs[1] + WG * (1024 * kib_of(KEYS)) + rows * pitch_of(KEYS)
+
+
+@gluon.jit
+def as_piece(x, dtype: gl.constexpr):
+    """Return a number of each row, or of all, as a piece."""
     LAYOUT: gl.constexpr = layout_of_piece()
-    addresses = gl.convert_layout(pointers.to(gl.int64).reshape([ROWS]), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    addresses = addresses[:, None] + gl.zeros([ROWS, PIECE], gl.int64, LAYOUT)
-    if scratch is None:
-        parts = gl.inline_asm_elementwise(
-            run_text(KEYS, pointers.dtype.element_ty == gl.bfloat16, WIDE), run_constraints(KEYS), (addresses,),
-            dtype=float32_each(KEYS // PIECE), is_pure=False, pack=PIECE // 2,
-        )  # fmt: skip
-    else:
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
-        to = scratch + rows * pitch_of(KEYS) + gl.zeros([ROWS, PIECE], gl.int32, LAYOUT)
-        IS_LIMITED: gl.constexpr = begin is not None
-        operands = (addresses, to)
-        if IS_LIMITED:
-            begin = gl.convert_layout(begin.to(gl.int64).reshape([ROWS]), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-            begin = begin[:, None] + gl.zeros([ROWS, PIECE], gl.int64, LAYOUT)
-            operands = operands + (begin, 2 * size + gl.zeros([ROWS, PIECE], gl.int32, LAYOUT))
-        parts = gl.inline_asm_elementwise(
-            smem_text(KEYS, IS_LIMITED), smem_constraints(KEYS, IS_LIMITED), operands,
-            dtype=float32_each(KEYS // PIECE), is_pure=False, pack=PIECE // 2,
-        )  # fmt: skip
-    return joined(parts, KEYS)
+    if isinstance(x, gl.tensor) and len(x.shape) == 2:
+        x = gl.convert_layout(x.to(dtype).reshape([ROWS]), gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    elif isinstance(x, gl.tensor) and len(x.shape) == 1:
+        x = x[:, None]
+    return x + gl.zeros([ROWS, PIECE], dtype, LAYOUT)
+
+
+@gluon.jit
+def begin_copies(run, rows, KEYS: gl.constexpr):
+    """Begin to copy runs to shared memory, after the warp has read what was there.
+
+    Args:
+        run: of each row, the pointers of the number of the tile's first key, and of the row's first number; and how
+            many numbers a row has.
+        rows: from `rows_of_runs`.
+    """
+    at, begin, size = run
+    gl.inline_asm_elementwise(
+        copy_text(KEYS), constraints(1, "l", "r", "l", "r"),
+        [as_piece(at, gl.int64), as_piece(rows, gl.int32), as_piece(begin, gl.int64), as_piece(2 * size, gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=EACH,
+    )  # fmt: skip
+
+
+@gluon.jit
+def read_copies(run, rows, KEYS: gl.constexpr):
+    """Return what was copied of runs, two numbers in a register."""
+    numbers = gl.inline_asm_elementwise(
+        read_text(KEYS), constraints(KEYS // 32, "l", "r"), [as_piece(run[0], gl.int64), as_piece(rows, gl.int32)],
+        dtype=int32_each(KEYS // 32), is_pure=False, pack=EACH,
+    )  # fmt: skip
+    return numbers
+
+
+@gluon.jit
+def unpacked(registers, IS_BFLOAT16: gl.constexpr):
+    """Return what `read_copies` read, [ROWS, KEYS] in float32."""
+    parts = ()
+    for i in gl.static_range(len(registers)):
+        both = gl.inline_asm_elementwise(
+            unpack_text(IS_BFLOAT16), constraints(2, "r"), [registers[i]], dtype=float32_each(2), is_pure=True, pack=EACH
+        )
+        parts = parts + (both[0], both[1])
+    return joined(parts, len(parts) * PIECE)

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
 from quire.kernels.hopper.products import float32_each, halves
+from quire.kernels.hopper.runs import begin_copies, read_copies
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LOG2E, log2
 
@@ -55,7 +56,7 @@ class Products:
     sight: Any  # Sight, or None where rows see a band
     seq: Any  # the sequence, where there is a FUNCTION
     of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
-    scratch: Any  # address of shared memory for runs of numbers, or None
+    run_rows: Any  # where rows have runs of numbers in shared memory, from `rows_of_runs`, or None
     work_i: Any  # which use of the pipeline of queries it is
     tile_i: Any  # which use of the pipelines of keys and values its first tile is
 
@@ -64,11 +65,11 @@ class Products:
 def with_scale(products, scale):
     """Return Products with another scale."""
     p = products
-    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.scratch, p.work_i, p.tile_i)
+    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.run_rows, p.work_i, p.tile_i)
 
 
 @gluon.jit
-def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
+def masked_scores(scores, pos, ahead, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
     That is a factor, and what is added to the product, of each row, as a tuple, or (). Scores are -inf where a row does not
@@ -91,7 +92,7 @@ def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
         scores = changed
     if config.FUNCTION is not None:
         scores, exponent_scale, offset = by_function(
-            scores, scale if config.SCORE_MOD is None else 1.0, pos, products, config
+            scores, scale if config.SCORE_MOD is None else 1.0, pos, ahead, products, config
         )
     HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None and config.FUNCTION is None
     return apply_mask(scores, pos, products, HALVES), exponent_scale, offset
@@ -107,7 +108,27 @@ def arguments_of_rows(own, work, config):
 
 
 @gluon.jit
-def by_function(scores, scale, pos, products, config):
+def run_of_tile(pos, products, config):
+    """Return the runs that FUNCTION reads for the tile that begins at position `pos`, as `begin_copies` takes them."""
+    work = products.work
+    q_pos, q_head, token = arguments_of_rows(products.own, work, config)
+    kv_head, extras = work.head // config.GROUP, products.scoring.extras
+    return config.RUNS(q_pos, pos, q_head, kv_head, products.seq, token, extras, products.of_rows)
+
+
+@gluon.jit
+def read_ahead(pos, products, config):
+    """Return the numbers that FUNCTION reads for a tile of keys, and begin to copy those of the next one."""
+    if config.RUNS is None:
+        return ()
+    else:
+        numbers = read_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
+        begin_copies(run_of_tile(pos - config.BLOCK_N, products, config), products.run_rows, config.BLOCK_N)
+        return numbers
+
+
+@gluon.jit
+def by_function(scores, scale, pos, ahead, products, config):
     """Return the scores of the tile that begins at position `pos`, times `scale`, as users' functions make them.
 
     They are what `masked_scores` returns. A tensor of scores in several pieces has no offset.
@@ -121,7 +142,7 @@ def by_function(scores, scale, pos, products, config):
     for i in gl.static_range(len(scores)):
         score, factor, offset = config.FUNCTION(
             scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows,
-            scale, WHOLE, products.scratch,
+            scale, WHOLE, ahead,
         )  # fmt: skip
         changed = changed + (score,)
     return changed, factor, offset
@@ -138,7 +159,7 @@ def softmax_step(scores, m_i, l_i, pos, products, config, LIFT: gl.constexpr):
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
-    scores, exponent_scale, offset = masked_scores(scores, pos, products, config, True)
+    scores, exponent_scale, offset = masked_scores(scores, pos, (), products, config, True)
     highest = gl.max(scores[0], 1) * exponent_scale
     if len(offset) > 0:
         highest += offset[0]
