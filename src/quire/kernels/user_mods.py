@@ -23,6 +23,7 @@ from quire.kernels.user_tiles import Tile, conditions
 from quire.score_functions import ARGUMENTS, KINDS, OPERATORS, Extra, Function, axes_of, tree_of
 from quire.spec import AttentionSpec
 
+PRE = os.environ.get('QV_PRE', '0') == '1'
 MASKED = os.environ.get('QV_MASKED', '0') == '1'
 SIZE_STEP = 16  # a size is passed as a multiple of it and 3: Triton compiles for integers that are 1 or that 16 divides
 OF_ROWS = ARGUMENTS.keys() - {"score", "kv_pos"}  # arguments that do not depend on the key
@@ -125,6 +126,13 @@ def fast_tanh(x, factor, by):
 
 
 @triton.jit
+def fetch_rows(begin, SIZE: tl.constexpr, LINES: tl.constexpr):
+    at = begin + tl.minimum(64 * tl.arange(0, LINES), SIZE - 1)[None, :]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def times(scores, scale):
     if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
         return scores * scale[:, None]
@@ -188,7 +196,7 @@ def jit_functions(
     head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
     parts.append(f"{head}\n    return ({loads})\n")
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
-    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
+    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times, fetch_rows)}
     if gluon is not None:
         from quire.kernels.hopper import runs, windows  # here, since they import Gluon
 
@@ -196,8 +204,13 @@ def jit_functions(
         scope |= {f.__name__: f for f in used}
         parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
     else:
-        parts += [combined("scores", score, tile, mask is not None, False)]
-        parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
+        fetches = 0
+        if in_ptx and tile is not None and tile.is_guarded and PRE:
+            (size,) = [extra.shape[-1] for extra in extras if f"{extra.name}[" in ast.unparse(tile.tree)]
+            fetches = triton.next_power_of_2((2 * size + 127) // 128)
+        parts += [writer.function("user_runs", tile.tree, "runs", tile)] if fetches and tile is not None else []
+        parts += [combined("scores", score, tile, mask is not None, False, fetches)]
+        parts += [combined("bounded_scores", score, tile, True, True, fetches)] if has_bounds else []
     text = "\n\n".join(parts)
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
@@ -224,7 +237,9 @@ def runs(q_pos, pos, q_head, kv_head, seq, token, extras, of_rows):
 """
 
 
-def combined(name: str, score: Function | None, tile: Tile | None, has_mask: bool, with_bounds: bool) -> str:
+def combined(
+    name: str, score: Function | None, tile: Tile | None, has_mask: bool, with_bounds: bool, fetches: int
+) -> str:
     """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N].
 
     `pos` and `cols` are the tile's first position and what each key is after it. `span` has the lowest and the highest
@@ -236,7 +251,7 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
         lines += scores_of_forms(score, tile, tile.forms)
     lines += masked(has_mask, with_bounds) + ["return scores"]
     head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
-    return with_head(head, lines)
+    return with_head(head, lines, fetches)
 
 
 def combined_in_gluon(
@@ -282,10 +297,14 @@ def combined_in_gluon(
     return with_head(head, lines)
 
 
-def with_head(head: str, lines: list[str]) -> str:
+def with_head(head: str, lines: list[str], fetches: int = 0) -> str:
     """Return the text of a function that, without scores, returns what rows read."""
     rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {TOKEN}, extras)"
-    head_lines = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
+    head_lines = ["@triton.jit", head, "    if scores is None:", f"        rows = {rows}"]
+    if fetches:
+        own = f"q_pos[:, None], None, q_head[:, None], kv_head, seq, {TOKEN}, extras, rows, None, 0, None"
+        head_lines += [f"        _, begin, size = user_runs(None, {own})", f"        fetch_rows(begin, size, {fetches})"]
+    head_lines += ["        return rows", "    else:"]
     return "\n".join([*head_lines, *indented(indented(lines)), ""])
 
 
