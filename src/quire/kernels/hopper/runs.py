@@ -114,12 +114,18 @@ def allocate_runs(WARPGROUPS: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def rows_of_runs(runs, WG: gl.constexpr, KEYS: gl.constexpr):
-    """Return the address of each row of a warpgroup in shared memory, which stays allocated until then."""
+    """Return the address of each row of a warpgroup in shared memory, after copies for an earlier work tile.
+
+    A number is read there, so that it stays allocated until the last work tile.
+    """
     EVERY: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [1, gl.num_warps()], [1, 0])
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [runs[0].index(0).load(EVERY)], dtype=gl.bfloat16, is_pure=False, pack=2
-    )
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_of_piece()))
+    gl.inline_asm_elementwise(
+        "{ cp.async.wait_all; mov.b32 $0, $1; }", "=r,r", [as_piece(rows, gl.int32)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    number = runs[0].index(WG * kib_of(KEYS)).load(EVERY)
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.bfloat16, is_pure=False, pack=2)
     return runs[1] + WG * (1024 * kib_of(KEYS)) + rows * pitch_of(KEYS)
 
 
