@@ -200,7 +200,7 @@ def jit_functions(
     if gluon is not None:
         from quire.kernels.hopper import runs, windows  # here, since they import Gluon
 
-        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.unpacked
+        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.read_run
         scope |= {f.__name__: f for f in used}
         parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
     else:
@@ -261,7 +261,7 @@ def combined_in_gluon(
 
     It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
     exponents in base 2 of them, and a tuple: of what is added to these, [M], or of nothing. WHOLE: scores are of the
-    whole tile. `ahead` is what was read of runs.
+    whole tile. `copied` is as `read_run` takes it.
     """
     lines = [f"offset, factor = (), {LOG2E!r}"]
     if score is None or tile is None:
@@ -293,7 +293,7 @@ def combined_in_gluon(
         else:
             lines += others
     lines += masked(has_mask, False) + ["return scores, factor, offset"]
-    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, ahead):"
+    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, copied):"
     return with_head(head, lines)
 
 
@@ -337,9 +337,9 @@ def scores_of_forms(
             indent += "    "
         lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
         lines += [f"{indent}if {form}:"]
-        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', ahead' * has_runs})"]
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', copied' * has_runs})"]
     if has_runs:
-        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, ahead)"
+        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, copied)"
     return lines + ["    if rest:", f"        scores = {changed}"]
 
 
@@ -388,7 +388,7 @@ class Writer:
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
         """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "ahead=None") if form else ())]
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "copied=None") if form else ())]
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
@@ -520,7 +520,7 @@ class Writer:
         if self.form == "runs":
             return f"({pointer} + {begin}) + {first}, {pointer} + {begin}, {sizes[-1]}"
         if self.has_runs and by_key and self.form:
-            return f"unpacked(ahead, {extra.dtype is torch.bfloat16})"
+            return f"read_run(copied, score_.shape[1], {extra.dtype is torch.bfloat16})"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.

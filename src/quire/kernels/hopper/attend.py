@@ -25,9 +25,8 @@ from quire.kernels.hopper.operands import (
     products_of,
 )
 from quire.kernels.hopper.products import wide
-from quire.kernels.hopper.runs import begin_copies
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import masked_scores, read_ahead, run_of_tile, scaled, softmax_step, sums_of_groups, total, with_scale
+from quire.kernels.hopper.softmax import copy_runs, masked_scores, scaled, softmax_step, sums_of_groups, total, with_scale
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import groups_of
 
@@ -73,11 +72,9 @@ def attend_work_tile(products, memory, config):
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
-    if config.RUNS is not None:
-        begin_copies(run_of_tile(pos, products, config), products.run_rows, BLOCK_N)
+    copy_runs(pos, products, config)
     scores = first_scores(products, memory, zeros, config)
-    ahead = read_ahead(pos, products, config)
-    scores, by, more = masked_scores(scores, pos, ahead, products, config, IN_HALVES)
+    scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
     p, state = first_softmax(scores, by, more, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
@@ -96,7 +93,7 @@ def attend_work_tile(products, memory, config):
         accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = k_pipe.wait_without_fence(i + 1, i + 1 < stop)
-        ahead = read_ahead(pos, products, config)
+        copy_runs(pos, products, config)
         scores = after(IN_FLIGHT, scores)
         if NEXT_KEYS:
             k_pipe.fence_copies()
@@ -108,7 +105,7 @@ def attend_work_tile(products, memory, config):
         done = warpgroup_mma_wait(0, deps=accs + operands)
         accs = done[:NUM_ACCS]
         v_pipe.release_operand(i - 1)
-        scores, by, more = masked_scores(scores, pos, ahead, products, config, IN_HALVES)
+        scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
         p, accs, state = next_softmax(scores, accs, state, by, more, v_pipe.tiles.dtype)
     operands = operands_of(p, v_pipe, accs, BLOCK_N)
     accs = multiply_values(operands, v_pipe, v_pipe.wait(stop - 1), accs, HEAD_DIM_V)

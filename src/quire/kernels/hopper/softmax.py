@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
 from quire.kernels.hopper.products import float32_each, halves
-from quire.kernels.hopper.runs import begin_copies, read_copies
+from quire.kernels.hopper.runs import begin_copies
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LOG2E, log2
 
@@ -69,7 +69,7 @@ def with_scale(products, scale):
 
 
 @gluon.jit
-def masked_scores(scores, pos, ahead, products, config, IN_HALVES: gl.constexpr):
+def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
     That is a factor, and what is added to the product, of each row, as a tuple, or (). Scores are -inf where a row does not
@@ -92,7 +92,7 @@ def masked_scores(scores, pos, ahead, products, config, IN_HALVES: gl.constexpr)
         scores = changed
     if config.FUNCTION is not None:
         scores, exponent_scale, offset = by_function(
-            scores, scale if config.SCORE_MOD is None else 1.0, pos, ahead, products, config
+            scores, scale if config.SCORE_MOD is None else 1.0, pos, products, config
         )
     HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None and config.FUNCTION is None
     return apply_mask(scores, pos, products, HALVES), exponent_scale, offset
@@ -117,18 +117,14 @@ def run_of_tile(pos, products, config):
 
 
 @gluon.jit
-def read_ahead(pos, products, config):
-    """Return the numbers that FUNCTION reads for a tile of keys, and begin to copy those of the next one."""
-    if config.RUNS is None:
-        return ()
-    else:
-        numbers = read_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
-        begin_copies(run_of_tile(pos - config.BLOCK_N, products, config), products.run_rows, config.BLOCK_N)
-        return numbers
+def copy_runs(pos, products, config):
+    """Begin to copy the numbers that FUNCTION reads for the tile of keys at position `pos`, while products run."""
+    if config.RUNS is not None:
+        begin_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
 
 
 @gluon.jit
-def by_function(scores, scale, pos, ahead, products, config):
+def by_function(scores, scale, pos, products, config):
     """Return the scores of the tile that begins at position `pos`, times `scale`, as users' functions make them.
 
     They are what `masked_scores` returns. A tensor of scores in several pieces has no offset.
@@ -139,10 +135,13 @@ def by_function(scores, scale, pos, ahead, products, config):
     span = low_pos, low_pos + own.TOKENS - 1, pos + keys_of(own.cols) - 1
     kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
     WHOLE: gl.constexpr = len(scores) == 1
+    copied = ()
+    if config.RUNS is not None:
+        copied = run_of_tile(pos, products, config)[0], products.run_rows
     for i in gl.static_range(len(scores)):
         score, factor, offset = config.FUNCTION(
             scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows,
-            scale, WHOLE, ahead,
+            scale, WHOLE, copied,
         )  # fmt: skip
         changed = changed + (score,)
     return changed, factor, offset
@@ -159,7 +158,7 @@ def softmax_step(scores, m_i, l_i, pos, products, config, LIFT: gl.constexpr):
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
-    scores, exponent_scale, offset = masked_scores(scores, pos, (), products, config, True)
+    scores, exponent_scale, offset = masked_scores(scores, pos, products, config, True)
     highest = gl.max(scores[0], 1) * exponent_scale
     if len(offset) > 0:
         highest += offset[0]
