@@ -86,6 +86,7 @@ OPERATIONS: dict[str, Operation] = {
     "mov.f32": lambda x: x,
     "mov.b32": lambda x: x,
     "mov.u32": lambda x: x,
+    "mov.b16": lambda x: x,
     "neg.f32": np.negative,
     "sub.f32": np.subtract,
     "mul.f32": np.multiply,
