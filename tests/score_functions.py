@@ -49,8 +49,11 @@ def of_tokens(score, q_pos, kv_pos, q_head, token, logits):
 @quire.score(extras={"logits": (torch.float16, None, 152)})
 def of_places(score, q_pos, kv_pos, token, logits):
     """Numbers of each token for keys before and after it, of which some are beyond them."""
-    place = q_pos + 30 - kv_pos
-    return score - torch.where((place < 152) & (place >= 0), logits[token, place], -0.5)
+    shift = 30
+    half = score * 0.5
+    place = q_pos + shift - kv_pos
+    number = torch.where((place < 152) & (place >= 0), logits[token, place], -0.5)
+    return half - number * 2.0
 
 
 @quire.score(extras={"table": (32, "num_q_heads")})

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from .program import Machine
 from .memory import AccessError
+from .program import Machine
 from .ptx import WarpMemory, of_threads, of_tile, run_on_tiles
 from .tensor_core import read_product
 from .values import Value, computed, value
@@ -110,9 +110,7 @@ MARK = (
 REGISTERS = " ".join(f"mov.b32 ${i}, ${8 + i};" for i in range(8))
 
 
-def in_warps(
-    *args: Value, text: str, constraints: str, pack: int, dtype: Any, memory: WarpMemory | None = None
-) -> Any:
+def in_warps(*args: Value, text: str, constraints: str, pack: int, dtype: Any, memory: WarpMemory | None = None) -> Any:
     """What a text writes that a warp runs together, one tile or several. Its arguments are tiles."""
     numbers = [x.data.contiguous().numpy() for x in args]
     made = [torch.from_numpy(x) for x in run_on_tiles(text, constraints, numbers, pack, memory)]

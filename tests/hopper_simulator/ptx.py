@@ -208,7 +208,10 @@ def read_instructions(line: str) -> list[Instruction]:
         return [Instruction(OPERATIONS["pack"], result, tuple(sources[0].strip("{}").split(", ")))]
     if result.startswith("{"):
         names = result.strip("{}").split(", ")
-        return [Instruction(OPERATIONS[half], name, tuple(sources)) for half, name in zip(("low", "high"), names)]
+        return [
+            Instruction(OPERATIONS[half], name, tuple(sources))
+            for half, name in zip(("low", "high"), names, strict=True)
+        ]
     return [Instruction(OPERATIONS[opcode], result, tuple(sources))]
 
 

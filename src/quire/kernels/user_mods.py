@@ -9,7 +9,6 @@ import ast
 import hashlib
 import linecache
 import math
-import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,12 +18,10 @@ import triton.language as tl
 
 from quire.kernels import mods
 from quire.kernels.launcher import Plain
-from quire.kernels.user_tiles import Tile, conditions
+from quire.kernels.user_tiles import Tile
 from quire.score_functions import ARGUMENTS, KINDS, OPERATORS, Extra, Function, axes_of, tree_of
 from quire.spec import AttentionSpec
 
-PRE = os.environ.get('QV_PRE', '0') == '1'
-MASKED = os.environ.get('QV_MASKED', '0') == '1'
 SIZE_STEP = 16  # a size is passed as a multiple of it and 3: Triton compiles for integers that are 1 or that 16 divides
 OF_ROWS = ARGUMENTS.keys() - {"score", "kv_pos"}  # arguments that do not depend on the key
 OF_HEADS = {"q_head": "num_q_heads", "kv_head": "num_kv_heads"}  # arguments that are an index in range
@@ -126,13 +123,6 @@ def fast_tanh(x, factor, by):
 
 
 @triton.jit
-def fetch_rows(begin, SIZE: tl.constexpr, LINES: tl.constexpr):
-    at = begin + tl.minimum(64 * tl.arange(0, LINES), SIZE - 1)[None, :]
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def times(scores, scale):
     if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
         return scores * scale[:, None]
@@ -143,11 +133,7 @@ def times(scores, scale):
 def load_in_ptx(name: str, kind: str, register: str, dtype: str) -> str:
     """Return the text of a function that loads numbers, and keeps the layout of their addresses."""
     code = f'"ld.global.{kind} $0, [$1];", "={register},l", [ptrs.to(tl.int64)], dtype=tl.{dtype}'
-    text = f"@triton.jit\ndef {name}(ptrs):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
-    if kind in ("b16", "b32"):
-        code = f'"{{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.{kind} $0, 0; @p ld.global.{kind} $0, [$1]; }}", "={register},l,r", [ptrs.to(tl.int64), inside.to(tl.int32)], dtype=tl.{dtype}'
-        text += f"\n\n@triton.jit\ndef {name}_if(ptrs, inside):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
-    return text
+    return f"@triton.jit\ndef {name}(ptrs):\n    return tl.inline_asm_elementwise({code}, is_pure=True, pack=1)\n"
 
 
 LOADS = {  # the instruction, a register, and what that is in Triton
@@ -173,7 +159,10 @@ def jit_functions(
     in_ptx: bool,
     gluon: Gluon | None,
 ) -> dict[str, Any]:
-    """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds, and "runs"."""
+    """Return the jit functions of a spec's functions.
+
+    They are "scores"; "bounded_scores" and "bounds", if there are bounds; and for `gluon` perhaps "runs".
+    """
     writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, gluon is not None)
     tile = None if score is None else Tile(writer, tree_of(score.source))
     kinds = dict.fromkeys(extra.dtype for extra in extras) if writer.loads_in_ptx else ()
@@ -196,7 +185,7 @@ def jit_functions(
     head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
     parts.append(f"{head}\n    return ({loads})\n")
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
-    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times, fetch_rows)}
+    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
     if gluon is not None:
         from quire.kernels.hopper import runs, windows  # here, since they import Gluon
 
@@ -204,13 +193,8 @@ def jit_functions(
         scope |= {f.__name__: f for f in used}
         parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
     else:
-        fetches = 0
-        if in_ptx and tile is not None and tile.is_guarded and PRE:
-            (size,) = [extra.shape[-1] for extra in extras if f"{extra.name}[" in ast.unparse(tile.tree)]
-            fetches = triton.next_power_of_2((2 * size + 127) // 128)
-        parts += [writer.function("user_runs", tile.tree, "runs", tile)] if fetches and tile is not None else []
-        parts += [combined("scores", score, tile, mask is not None, False, fetches)]
-        parts += [combined("bounded_scores", score, tile, True, True, fetches)] if has_bounds else []
+        parts += [combined("scores", score, tile, mask is not None, False)]
+        parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
     text = "\n\n".join(parts)
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
@@ -220,6 +204,7 @@ def jit_functions(
 
 LOG2E = 1.4426950408889634
 TOKEN = "token[:, None].to(tl.int32)"
+ARGUMENTS_OF_KERNELS = "scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows"
 ROWS_AND_KEYS = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {TOKEN}, extras, of_rows"
 BOUNDS = """@triton.jit
 def bounds(q_pos, seq, token, extras):
@@ -237,9 +222,7 @@ def runs(q_pos, pos, q_head, kv_head, seq, token, extras, of_rows):
 """
 
 
-def combined(
-    name: str, score: Function | None, tile: Tile | None, has_mask: bool, with_bounds: bool, fetches: int
-) -> str:
+def combined(name: str, score: Function | None, tile: Tile | None, has_mask: bool, with_bounds: bool) -> str:
     """Return the text of the function that kernels call, of rows [M], keys [N] and scores [M, N].
 
     `pos` and `cols` are the tile's first position and what each key is after it. `span` has the lowest and the highest
@@ -250,13 +233,10 @@ def combined(
     if score is not None and tile is not None:
         lines += scores_of_forms(score, tile, tile.forms)
     lines += masked(has_mask, with_bounds) + ["return scores"]
-    head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
-    return with_head(head, lines, fetches)
+    return with_head(f"def {name}({ARGUMENTS_OF_KERNELS}):", lines)
 
 
-def combined_in_gluon(
-    score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool, has_runs: bool
-) -> str:
+def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool, has_runs: bool) -> str:
     """Return the text of the function that the Hopper kernel calls.
 
     It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
@@ -293,18 +273,13 @@ def combined_in_gluon(
         else:
             lines += others
     lines += masked(has_mask, False) + ["return scores, factor, offset"]
-    head = "def scores(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows, scale, WHOLE: tl.constexpr, copied):"
-    return with_head(head, lines)
+    return with_head(f"def scores({ARGUMENTS_OF_KERNELS}, scale, WHOLE: tl.constexpr, copied):", lines)
 
 
-def with_head(head: str, lines: list[str], fetches: int = 0) -> str:
+def with_head(head: str, lines: list[str]) -> str:
     """Return the text of a function that, without scores, returns what rows read."""
     rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {TOKEN}, extras)"
-    head_lines = ["@triton.jit", head, "    if scores is None:", f"        rows = {rows}"]
-    if fetches:
-        own = f"q_pos[:, None], None, q_head[:, None], kv_head, seq, {TOKEN}, extras, rows, None, 0, None"
-        head_lines += [f"        _, begin, size = user_runs(None, {own})", f"        fetch_rows(begin, size, {fetches})"]
-    head_lines += ["        return rows", "    else:"]
+    head_lines = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
     return "\n".join([*head_lines, *indented(indented(lines)), ""])
 
 
@@ -329,6 +304,7 @@ def scores_of_forms(
         return [f"scores = {changed}"]
     lines = ["if span is None:", f"    scores = {changed}", "else:"]
     lines += indented([*scalars_of(tile), "rest = True"])
+    more = ", copied" if has_runs else ""
     for form, serves in forms:
         # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
         indent = "    "
@@ -337,9 +313,9 @@ def scores_of_forms(
             indent += "    "
         lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
         lines += [f"{indent}if {form}:"]
-        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{', copied' * has_runs})"]
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{more})"]
     if has_runs:
-        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols, copied)"
+        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols{more})"
     return lines + ["    if rest:", f"        scores = {changed}"]
 
 
@@ -369,7 +345,6 @@ class Writer:
     def __init__(
         self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int, in_ptx: bool, is_gluon: bool
     ) -> None:
-        self.guards, self.guard = set[str](), ""
         self.has_runs = False  # of the function that is written
         self.in_ptx, self.loads_in_ptx, self.axes = in_ptx, in_ptx and not is_gluon, dict[str, frozenset[str]]()
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
@@ -387,37 +362,45 @@ class Writer:
             place += 1
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
-        """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols", "copied=None") if form else ())]
+        """Return the text of a jit function.
+
+        Args:
+            name: of the function.
+            tree: the user's function.
+            form: one of `tile.forms`; "guarded", which reads a run that was copied; "runs", which says where it is.
+            tile: of the function, for these.
+        """
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows"]
+        arguments += ["known", "pos", "cols", "copied=None"] if form else []
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
         self.is_called_for_tiles = name != "user_bounds"
-        skipped = {"kv_pos"}
+        moving = {"kv_pos", "score"}  # which "runs" does not need
         if form in ("inside", "guarded", "runs"):
             lines.append("    first_kv_pos = pos")
         if form == "inside":
-            lines.append(
-                "    near, far = (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
-            )
+            lines.append("    near, far = (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)")
         for statement in tree.body:
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                target = statement.targets[0].id
-                if form in ("inside", "guarded", "runs") and tile is not None and id(statement) in tile.steady:
-                    lines.append(f"    first_{target} = {self.first(statement.value)}")
-                    self.with_first.add(target)
-                else:
-                    self.with_first.discard(target)
-                if form == "runs" and tile is not None and tile.moves(statement.value, skipped):
-                    skipped.add(target)
-                    continue
-                lines.append(f"    {own(target)} = {self.expression(statement.value)}")
-                self.axes[target] = self.axes_of(statement.value)
-            elif isinstance(statement, ast.Return) and statement.value is not None:
-                value = statement.value
-                if form == "runs":
-                    (value,) = [node for node in ast.walk(value) if isinstance(node, ast.Subscript)]
+            value: ast.expr = statement.value  # pyright: ignore[reportAttributeAccessIssue]
+            reads = [node for node in ast.walk(value) if isinstance(node, ast.Subscript)] if form == "runs" else []
+            if reads:
+                lines.append(f"    return {self.expression(reads[0])}")
+                break
+            if not isinstance(statement, ast.Assign):
                 lines.append(f"    return {self.expression(value)}")
+                break
+            target = ast.unparse(statement.targets[0])
+            if form in ("inside", "guarded", "runs") and tile is not None and id(statement) in tile.steady:
+                lines.append(f"    first_{target} = {self.first(value)}")
+                self.with_first.add(target)
+            else:
+                self.with_first.discard(target)
+            moves = form == "runs" and tile is not None and tile.moves(value, moving)
+            (moving.add if moves else moving.discard)(target)
+            if not moves:
+                lines.append(f"    {own(target)} = {self.expression(value)}")
+            self.axes[target] = self.axes_of(value)
         self.form, self.tile = "", None
         return "\n".join([*lines, ""])
 
@@ -449,11 +432,6 @@ class Writer:
         if isinstance(node, ast.Subscript):
             return self.number(node)
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id == "where" and self.loads_in_ptx and not self.form and isinstance(node.args[1], ast.Subscript) and MASKED:
-            self.guards, self.guard = set(conditions(node.args[0])), of(node.args[0])
-            value = self.number(node.args[1])
-            self.guards, guard = set(), self.guard
-            return self.called("where", [guard, value, of(node.args[2])])
         if node.func.id == "tanh" and not self.is_exact:
             return self.fast_tanh(node)
         return self.called(node.func.id, [of(argument) for argument in node.args])
@@ -498,7 +476,6 @@ class Writer:
         assert isinstance(node.value, ast.Name)
         extra, pointer, sizes = self.extras[node.value.id]
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        is_masked = False
         offset, by_key, begin, first = "", list[str](), "", ""  # what addresses of a row grow by
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             leaf = None if self.tile is None else self.tile.leaves.get(id(index))
@@ -510,8 +487,6 @@ class Writer:
                 place = self.first(index)
                 begin, first = f"{offset} * {size}" if offset else "0", place
                 by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
-            elif {f"{name} >= 0", f"{name} < {size}"} <= self.guards:
-                place, is_masked = self.expression(index), True
             elif is_in_range or (leaf is not None and leaf.interval.is_exact):
                 place = self.expression(index)
             else:
@@ -529,8 +504,6 @@ class Writer:
         varies = frozenset({"rows", "keys"}) <= self.axes_of(node)
         load = f"load_{str(extra.dtype)[6:]}" if self.loads_in_ptx and varies else "tl.load"
         loaded = f"{load}({pointer} + {offset})"
-        if is_masked and load != "tl.load":
-            loaded = f"{load}_if({pointer} + {offset}, {self.guard})"
         kind = KINDS[extra.dtype]
         found = f"({loaded} != 0)" if kind == "bool" else f"{loaded}.to(tl.{kind}32)"
         names = {part.id for index in indices for part in ast.walk(index) if isinstance(part, ast.Name)}

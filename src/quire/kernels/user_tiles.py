@@ -100,7 +100,7 @@ class Tile:
 
     @property
     def is_of_distance(self) -> bool:
-        """Whether the function adds a number to the score that depends on the distance of both positions and on the head."""
+        """Whether the function adds to the score a number that depends on both positions' distance and the head."""
         return self.addend is not None and len(self.leaves) > 0 and all(map(depends_on_distance, self.addend.body))
 
     @property
@@ -110,12 +110,13 @@ class Tile:
         return len(found) == 1 and self.is_read_in_range(found[0])
 
     def is_read_in_range(self, node: ast.Subscript) -> bool:
-        """Whether it is so of an extra of 16-bit floats, by its last index, and a number is only used where that is in range."""
+        """Whether it is so of an extra of 16-bit floats, by the last index, and a number is used where it is in range."""
         assert isinstance(node.value, ast.Name)
         extra, _, sizes = self.writer.extras[node.value.id]
         *others, index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         leaf = self.leaves.get(id(index))
-        if extra.dtype not in (torch.bfloat16, torch.float16) or not sizes[-1].isdigit() or any(map(self.moves, others)):
+        is_known = extra.dtype in (torch.bfloat16, torch.float16) and sizes[-1].isdigit()
+        if not is_known or any(map(self.moves, others)):
             return False
         if leaf is None or not leaf.interval.is_exact or leaf.interval.step != -1:
             return False

@@ -26,7 +26,15 @@ from quire.kernels.hopper.operands import (
 )
 from quire.kernels.hopper.products import wide
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import copy_runs, masked_scores, scaled, softmax_step, sums_of_groups, total, with_scale
+from quire.kernels.hopper.softmax import (
+    copy_runs,
+    masked_scores,
+    scaled,
+    softmax_step,
+    sums_of_groups,
+    total,
+    with_scale,
+)
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import groups_of
 

@@ -16,8 +16,8 @@ from quire.kernels.hopper.operands import State, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
-from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.runs import rows_of_runs
+from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import Products, Sight, arguments_of_rows, scaled
 from quire.kernels.hopper.work_tile import (
     ROWS,

@@ -174,8 +174,9 @@ class HopperLaunch:
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod, (function, runs) = mods.score_mod(spec), user_mods.hopper_functions(
-            spec, self.has_warps_of_tokens, self.has_room_for_runs
+        score_mod, (function, runs) = (
+            mods.score_mod(spec),
+            user_mods.hopper_functions(spec, self.has_warps_of_tokens, self.has_room_for_runs),
         )
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
         if score_mod is mods.scaled:

@@ -133,9 +133,9 @@ def next_text(keys, sums, element, has_offset):
     rescale = " ".join([f"mul.f32 ${accs + i}, ${accs + i}, alpha{i // 2 % 2};" for i in range(sums)])
     return (
         f"{{ {REGISTERS} setp.gt.f32 fresh, {TRUE}; AGAIN: {probabilities_text(keys, sums, element, has_offset)} "
-        f"{ANY_EXCEEDS} @!some bra.uni DONE; {for_rows(keys, sums, ROW_EXCEEDS)} {highest_text(keys, sums, has_offset)} "
-        f"{for_rows(keys, sums, RAISE)} {rescale} setp.gt.f32 fresh, {FALSE}; bra.uni AGAIN; "
-        f"DONE: {for_rows(keys, sums, ADD)} }}"
+        f"{ANY_EXCEEDS} @!some bra.uni DONE; {for_rows(keys, sums, ROW_EXCEEDS)} "
+        f"{highest_text(keys, sums, has_offset)} {for_rows(keys, sums, RAISE)} {rescale} setp.gt.f32 fresh, {FALSE}; "
+        f"bra.uni AGAIN; DONE: {for_rows(keys, sums, ADD)} }}"
     )
 
 
@@ -187,7 +187,7 @@ def in_piece(factor):
 
 @gluon.jit
 def scale_and_offset(exponent_scale, offset):
-    """Return what makes exponents of scores, of each row, as a piece: a factor, and what is added if there is an offset."""
+    """Return what makes exponents of scores, as a piece: of each row a factor, and the offset if there is one."""
     scale = in_piece(exponent_scale)
     if len(offset) > 0:
         columns = gl.arange(0, PIECE, gl.SliceLayout(0, layout_of_piece()))

@@ -11,6 +11,7 @@ from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
 from quire.kernels.hopper.runs import allocate_runs
 from quire.kernels.hopper.work_tile import ROWS, WORDS
 
+
 class Memory(NamedTuple):
     """Pipelines, and the work tiles that the producer publishes."""
 

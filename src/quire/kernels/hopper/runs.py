@@ -1,8 +1,7 @@
 """Numbers that each row reads one after the other, from key to key backwards, as a relative bias by distance is.
 
 A thread would load one number for each score, from as many cache lines as a warp has rows. Here each warp copies its
-rows' runs of 16-bit numbers to shared memory, a tile ahead, and reads from there while products run. Of a score's
-tile there are two numbers in a register, until the function adds them.
+rows' runs of 16-bit numbers to shared memory while products run, and reads them from there if the tile needs them.
 
 Copies are of 16 bytes, so a row has room for one more of them than numbers. What is not of the extra is not copied.
 """
@@ -15,11 +14,11 @@ from quire.kernels.hopper.products import PIECE, float32_each, joined, layout_of
 from quire.kernels.hopper.work_tile import ROWS
 
 EACH = gl.constexpr(PIECE.value // 2)  # registers of a thread in a piece
-REGISTERS = ".reg .b32 lane, part, low, at, to, off, size; .reg .b64 block, from; .reg .pred in; .reg .b16 none, number; "
+REGISTERS = (
+    ".reg .b32 lane, part, low, at, to, off, size; .reg .b64 block, from; .reg .pred in; .reg .b16 none, number; "
+)
 LANE = "mov.u32 lane, %laneid; and.b32 part, lane, 3; "
 ARRIVED = "cp.async.wait_all; bar.warp.sync 0xffffffff; "
-
-
 WAIT_TEXT = gl.constexpr("{ " + ARRIVED + " ".join(f"mov.b32 ${i}, 0;" for i in range(EACH.value)) + " }")
 
 
@@ -56,9 +55,7 @@ def copy_text(keys):
                 f"@in cp.async.cg.shared.global [to+{-64 * i}], [block+{-64 * i}], 16;"
             ]
         last = f"[to+{-2 * keys}], [block+{-2 * keys}], 16;"
-        lines += [
-            f"setp.lt.u32 in, off, size; setp.eq.and.u32 in, part, 0, in; @in cp.async.cg.shared.global {last}"
-        ]
+        lines += [f"setp.lt.u32 in, off, size; setp.eq.and.u32 in, part, 0, in; @in cp.async.cg.shared.global {last}"]
     return "{ " + REGISTERS + ARRIVED + LANE + " ".join(lines) + " }"
 
 
@@ -89,9 +86,7 @@ def constraints(written, *read):
 @gluon.jit
 def allocate_runs(WARPGROUPS: gl.constexpr, KEYS: gl.constexpr):
     """Allocate shared memory, which must be marked. Return it, and its address."""
-    tiles = gl.allocate_shared_memory(
-        gl.bfloat16, [WARPGROUPS * kib_of(KEYS), 8, 64], gl.NVMMASharedLayout(128, 16, 2)
-    )
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [WARPGROUPS * kib_of(KEYS), 8, 64], gl.NVMMASharedLayout(128, 16, 2))
     return tiles, address_of(tiles.index(0))
 
 

@@ -65,15 +65,17 @@ class Products:
 def with_scale(products, scale):
     """Return Products with another scale."""
     p = products
-    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.run_rows, p.work_i, p.tile_i)
+    return Products(
+        p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.run_rows, p.work_i, p.tile_i
+    )
 
 
 @gluon.jit
 def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
-    That is a factor, and what is added to the product, of each row, as a tuple, or (). Scores are -inf where a row does not
-    see a key. IN_HALVES: as in `apply_mask`, where nothing else changes scores.
+    That is a factor, and what is added to the product: a number of each row, in a tuple, or () for nothing. Scores are
+    -inf where a row does not see a key. IN_HALVES: as in `apply_mask`, where nothing else changes scores.
     """
     scale, scoring = products.scale, products.scoring
     exponent_scale, offset = scale * LOG2E, ()

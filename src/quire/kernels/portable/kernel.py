@@ -101,9 +101,6 @@ class Share(NamedTuple):
     begins_here: Any
     first_slot: Any  # of the sequence's first split
 
-import os
-NOSPAN = tl.constexpr(os.environ.get("QV_NOSPAN", "0") == "1")
-
 
 @triton.jit
 def find_row_block(
@@ -201,7 +198,7 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
         of_rows = T.FUNCTION(
             None, rows.q_pos, None, None, None, rows.head, inputs.kv_head, seq, rows.token, inputs.extras, None
         )
-    if T.FUNCTION is not None and F.FIXED_SPLIT == 0 and not NOSPAN:  # the forms of a function may differ in the last bit
+    if T.FUNCTION is not None and F.FIXED_SPLIT == 0:  # the forms of a function may differ in the last bit
         low_pos = first_pos + first_row // T.GROUP
         span = low_pos, low_pos + (T.GROUP - 1 + T.BLOCK_M - 1) // T.GROUP
     block = RowBlock(q, rows, sight, slopes, keys, seq, span, of_rows)
