@@ -110,7 +110,7 @@ class Tile:
         return len(found) == 1 and self.is_read_in_range(found[0])
 
     def is_read_in_range(self, node: ast.Subscript) -> bool:
-        """Whether it is so of an extra of 16-bit floats, by the last index, and a number is used where it is in range."""
+        """Whether it is so of 16-bit floats, by the last index, and a number is used where that is in range."""
         assert isinstance(node.value, ast.Name)
         extra, _, sizes = self.writer.extras[node.value.id]
         *others, index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
