@@ -163,7 +163,7 @@ class HopperLaunch:
 
     @property
     def has_room_for_runs(self) -> bool:
-        """Whether shared memory holds runs of numbers beside the tiles, and scores are one tensor."""
+        """Whether shared memory holds runs of numbers, too, and scores are one tensor."""
         config, spec = self.config, self.request.spec
         is_plain = not (self.fixed_split_size or config.fp8_mma or config.num_quantised_stages)
         return is_plain and config.block_n in (64, 128) and max(spec.head_dim, self.part_width) <= 128
