@@ -165,8 +165,16 @@ class HopperLaunch:
     def has_room_for_runs(self) -> bool:
         """Whether shared memory holds runs of numbers, too, and scores are one tensor."""
         config, spec = self.config, self.request.spec
+        columns, columns_v = (cdiv(number, 64) * 64 for number in (spec.head_dim, self.part_width))
         is_plain = not (self.fixed_split_size or config.fp8_mma or config.num_quantised_stages)
-        return is_plain and config.block_n in (64, 128) and max(spec.head_dim, self.part_width) <= 128
+        if not is_plain or config.block_n not in (64, 128) or max(columns, columns_v) > MAX_PORTABLE_HEAD_DIM:
+            return False
+        rows = 64 * config.num_warpgroups
+        tiles = 2 * rows * config.num_q_stages * columns + 2 * config.block_n * config.num_stages * (
+            columns + columns_v
+        )
+        runs = rows * (2 * config.block_n + 16)
+        return tiles + runs + 1024 <= self.request.device.shared_memory // config.programs_per_sm
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
