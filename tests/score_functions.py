@@ -39,6 +39,23 @@ def wide(score, q_pos, kv_pos, q_head, logits):
     return score + torch.where((distance >= 0) & (distance < 400), logits[q_head, distance], 0.0)
 
 
+@quire.score(extras={"logits": (torch.bfloat16, None, "num_q_heads", 401)})
+def of_tokens(score, q_pos, kv_pos, q_head, token, logits):
+    """Numbers of each token for some distances, of rows that begin anywhere in 16 bytes."""
+    distance = q_pos - kv_pos
+    return score + torch.where((distance >= 0) & (distance < 401), logits[token, q_head, distance], 0.0)
+
+
+@quire.score(extras={"logits": (torch.float16, None, 152)})
+def of_places(score, q_pos, kv_pos, token, logits):
+    """Numbers of each token for keys before and after it, of which some are beyond them."""
+    shift = 30
+    half = score * 0.5
+    place = q_pos + shift - kv_pos
+    number = torch.where((place < 152) & (place >= 0), logits[token, place], -0.5)
+    return half - number * 2.0
+
+
 @quire.score(extras={"table": (32, "num_q_heads")})
 def t5(score, q_pos, kv_pos, q_head, table):
     """T5's buckets: one for each distance below 16, then wider ones up to 128."""
@@ -114,6 +131,8 @@ FUNCTIONS = {
     "relative bias": {"score": relative},
     "Inkling": {"score": inkling},
     "400 distances": {"score": wide},
+    "of tokens": {"score": of_tokens},
+    "of places": {"score": of_places},
     "T5": {"score": t5},
     "temperatures": {"score": tempered},
     "beyond": {"score": beyond},

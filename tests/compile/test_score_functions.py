@@ -38,6 +38,7 @@ def capped(cap):
     ("target", "batch", "features"),
     [
         ("sm90", "decode, split", {"score": functions.relative, "mask": functions.dilated}),
+        ("sm90", "prefill", {"score": functions.of_tokens}),
         ("gfx942", "decode", {"score": functions.t5, "mask": functions.same_document}),
         extended("sm80", "prefill", {"score": functions.hiding, "mask": functions.from_first}),
     ],
@@ -48,7 +49,8 @@ def test_functions_compile(target, batch, features):
     with compiling(TARGETS[target]) as compiled:
         plan = launches.plan_of(batch, launches.make_spec(64, wanted), wanted)
         quire.attention(**launches.make_inputs(plan, wanted), extras=extras_of(plan.spec), plan=plan)
-    assert "portable_kernel" in {c.kernel for c in compiled}
+    kernel = "hopper_kernel" if (target, batch) == ("sm90", "prefill") else "portable_kernel"
+    assert kernel in {c.kernel for c in compiled}
 
 
 def extras_of(spec, size=5, offset=0):
@@ -90,9 +92,10 @@ def without_compiler(monkeypatch, request):
 
 @pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("spec", [SPEC, MLA], ids=["keys and values", "latents"])
-def test_nothing_compiles_after_warmup(spec, append, without_compiler):
+@pytest.mark.parametrize("score", [functions.relative, functions.of_tokens], ids=repr)
+def test_nothing_compiles_after_warmup(score, spec, append, without_compiler):
     """Tensors may be of any size and at any address. A function with another constant is another kernel."""
-    spec = replace(spec, score=functions.relative, mask=functions.from_first)
+    spec = replace(spec, score=score, mask=functions.from_first if score is functions.relative else None)
     cache = quire.PagedKVCache.empty(spec, 2, 64)
     with compiling(without_compiler):
         quire.warmup(spec, cache, **BOUNDS, append=append)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import triton.language as tl
 
+from .memory import AccessError
 from .program import Machine
-from .ptx import of_threads, of_tile, run_on_tiles
+from .ptx import WarpMemory, of_threads, of_tile, run_on_tiles
 from .tensor_core import read_product
 from .values import Value, computed, value
 
@@ -109,11 +110,47 @@ MARK = (
 REGISTERS = " ".join(f"mov.b32 ${i}, ${8 + i};" for i in range(8))
 
 
-def in_warps(*args: Value, text: str, constraints: str, pack: int, several: bool) -> Any:
-    """What a text writes that a warp runs together, one tile or several. Its arguments are tiles of float32."""
+def in_warps(*args: Value, text: str, constraints: str, pack: int, dtype: Any, memory: WarpMemory | None = None) -> Any:
+    """What a text writes that a warp runs together, one tile or several. Its arguments are tiles."""
     numbers = [x.data.contiguous().numpy() for x in args]
-    made = tuple(Value(torch.from_numpy(x)) for x in run_on_tiles(text, constraints, numbers, pack))
-    return made if several else made[0]
+    made = [torch.from_numpy(x) for x in run_on_tiles(text, constraints, numbers, pack, memory)]
+    if not isinstance(dtype, tuple):
+        (number,) = made
+        return Value(number)
+    return tuple(
+        Value(x.view(torch.float32) if to is tl.float32 and x.dtype is torch.int32 else x)
+        for x, to in zip(made, dtype, strict=True)
+    )
+
+
+class RunMemory:
+    """What copies of 16 bytes to shared memory do, which warps wait for and read, without a barrier in memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def copy(self, into: Any, address: Any, guard: Any) -> None:
+        for to, at in zip(into[guard], address[guard], strict=True):
+            assert to % 16 == 0 and at % 16 == 0, (to, at)
+            part = self.machine.local.warps.program.part(np.array([to, to + 15]), torch.uint8)
+            line = (int(to) - part.allocation.address) // 16
+            if part.allocation.arriving.any(np.array([line])):
+                raise AccessError("two copies to the same place are under way")
+            part.allocation.arriving.set(np.array([line]), 1)
+            self.machine.local.warps.runs.append((part.allocation, line, self.machine.memory.bytes_at(int(at))))
+
+    def wait(self) -> None:
+        for allocation, line, numbers in self.machine.local.warps.runs:
+            allocation.arriving.set(np.array([line]), 0)
+            allocation.lines[line] = torch.from_numpy(numbers)
+        self.machine.local.warps.runs = []
+
+    def load(self, address: Any) -> Any:
+        part = self.machine.local.warps.program.part(address, torch.int16)
+        at = address - part.allocation.address
+        if part.allocation.arriving.any(np.unique(at // 16)):
+            raise AccessError("shared memory is read while it is copied to")
+        return part.allocation.bytes.view(torch.int16).numpy()[at // 2].astype(np.int32)
 
 
 def inline_asm_elementwise(
@@ -130,8 +167,10 @@ def inline_asm_elementwise(
     if text == REGISTERS:
         to = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}[dtype[0]]
         meaning = partial(pairs_of_registers, to=to)
-    elif "setp" in text or "shfl.sync" in text:
-        meaning = partial(in_warps, text=text, constraints=constraints, pack=pack, several=isinstance(dtype, tuple))
+    elif any(word in text for word in ("setp", "shfl.sync", "cp.async", "even, odd")):
+        meaning = partial(
+            in_warps, text=text, constraints=constraints, pack=pack, dtype=dtype, memory=RunMemory(machine)
+        )
     else:
         meaning = MEANINGS[" ".join(text.split())]
     if is_pure:

@@ -100,6 +100,16 @@ class GlobalMemory:
         loaded = raw_memory.load(addresses, mask, others, np.dtype(bits))
         return Value(torch.from_numpy(loaded.view(f"i{dtype.itemsize}")).view(dtype), element)
 
+    def bytes_at(self, address: int) -> np.ndarray:
+        """Return 16 bytes, of which some are of a tensor; others are as if nothing was written there."""
+        addresses = address + np.arange(16, dtype=np.uint64)
+        mask = np.zeros(16, bool)
+        for start, stop in self.ranges:
+            mask |= (addresses >= start) & (addresses < stop)
+        if not mask.any():
+            raise AccessError("16 bytes outside of all tensors are copied")
+        return raw_memory.load(addresses, mask, np.full(16, UNWRITTEN, np.uint8), np.dtype(np.uint8))
+
     def store(self, pointer: Value, stored: Any, mask: Any = None) -> None:
         dtype = TORCH_DTYPES[pointer.dtype.element_ty]
         for x in (pointer, stored, mask):

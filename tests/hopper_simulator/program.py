@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -105,6 +106,7 @@ class Warps:
         self.program, self.number, self.num_warps, self.function = program, number, num_warps, function
         self.products: list[Product] = []
         self.loads: list[Load] = []  # from places that TMA writes, not all complete
+        self.runs: list[tuple[Allocation, int, np.ndarray]] = []  # copies of 16 bytes to lines, which none waited for
         self.row_copies: list[tuple[Tile, torch.Tensor]] = []  # of 16 bytes, which do not yet arrive at a barrier
         self.id = next(NUMBERS)
         self.stores: list[Any] = []  # to global memory, since their last barrier

@@ -691,10 +691,7 @@ def test_what_is_not_served_is_refused_by_name():
     ]
     for arguments, message in (*refused_prefills(), ({"block_tables": MASK}, "block_tables must be left out")):
         unserved.append((prefill.plan, (starts, *lists, 4, 2, 16, 4), arguments, message))
-    packed = [
-        ({name: MASK}, f"{name} must be left out, got") for name in ("custom_mask", "packed_custom_mask", "v_indptr")
-    ]
-    for arguments, message in (*refused_prefills(), *packed):
+    for arguments, message in (*refused_prefills(), ({"v_indptr": MASK}, "v_indptr must be left out, got")):
         unserved.append((ragged.plan, (starts, starts, 4, 2, 16), arguments, message))
     for function, positional, arguments, message in unserved:
         with pytest.raises(quire.UnsupportedError, match=message):
@@ -729,9 +726,6 @@ def test_what_is_not_served_is_refused_by_name():
             make(space, jit_kwargs={"x": 1})
         with pytest.raises(quire.UnsupportedError, match=r"jit_args must be left out, got \['x'\]"):
             make(space, jit_args=["x"])
-    for name in ("custom_mask_buf", "mask_indptr_buf"):
-        with pytest.raises(quire.UnsupportedError, match=f"{name} must be left out, got a tensor"):
-            flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space, **{name: MASK})
     one = keys[:1].repeat(1, 2, 1)
     for arguments, message in (
         ({"scale_q": MASK}, "scale_q must be left out"),

@@ -260,6 +260,33 @@ def test_masks_of_any_shape(lens, device):
     agree(plan(wrapper, p, causal=True).run(p.q, kv, return_lse=True), reference(p, chains))
 
 
+@pytest.mark.parametrize("kind", ["trees", "intervals", "any"])
+def test_masks_over_packed_keys(kind, device):
+    """`run`, and `forward` after it, see what the mask says, also in bits and after a plan without a mask."""
+    masks = [tree_mask(*both, seed) for seed, both in enumerate(PREFIXES)]
+    if kind != "trees":
+        masks = [torch.rand(q, s, generator=torch.Generator().manual_seed(q)) < 0.4 for q, s in PREFIXES]
+    if kind == "intervals":
+        masks = [torch.arange(mask.shape[1]) < mask.sum(1, keepdim=True) for mask in masks]
+    q_lens, kv_lens = zip(*PREFIXES, strict=True)
+    starts = [int32(0, *lens).cumsum(0).int() for lens in (q_lens, kv_lens)]
+    q, k, v = (randn(n, heads, 16).to(device) for n, heads in ((sum(q_lens), 4), (sum(kv_lens), 2), (sum(kv_lens), 2)))
+    parts = (x.split(lens) for x, lens in ((q, q_lens), (k, kv_lens), (v, kv_lens)))
+    expected = [dense(*each, mask=mask.to(device)) for *each, mask in zip(*parts, masks, strict=True)]
+    expected = [torch.cat(x) for x in zip(*expected, strict=True)]
+    for graph in [False, True][: 1 + (kind == "trees")]:
+        room = [torch.zeros_like(x, device=device) for x in starts] if graph else [None] * 2
+        bits = [torch.zeros(64, dtype=torch.uint8, device=device), torch.zeros_like(room[0])] if graph else [None] * 2
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD", graph, *room, *bits)
+        for arguments in ({"custom_mask": flat(masks)}, {"causal": True}, {"packed_custom_mask": packed(masks)}):
+            wrapper.plan(*starts, 4, 2, 16, q_data_type="float32", **arguments)
+            if "causal" not in arguments:
+                agree(wrapper.run(q, k, v, return_lse=True), expected)
+        agree(wrapper.forward_return_lse(q, k, v, causal=True), expected)
+        with pytest.raises(quire.UnsupportedError, match="window_left must be -1 where queries have masks, got 2"):
+            wrapper.forward(q, k, v, window_left=2)
+
+
 def test_a_single_prompt_with_a_mask_of_any_shape(device):
     q, k, v = (randn(n, heads, 16).to(device) for n, heads in ((70, 4), (80, 2), (80, 2)))
     mask = torch.rand(70, 80, generator=torch.Generator().manual_seed(0)) < 0.5

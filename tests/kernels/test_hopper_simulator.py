@@ -129,6 +129,10 @@ def test_features(extra, bound, take):
         ("T5", None, {}),
         ("Inkling", LONG, {}),
         ("400 distances", LONG, {}),
+        ("of tokens", LONG, {}),
+        ("of tokens", None, {"sliding_window": 300}),
+        ("of places", LONG, {"causal": False, "softcap": 20.0}),
+        ("of places", None, {}),
         ("scores of -inf", LONG, {}),
         ("temperatures", None, {}),
         ("documents", LONG, {"softcap": 20.0, "sinks": True}),
@@ -255,9 +259,9 @@ def softmax_of(tiles, scale=1.0, width=32, columns=32, width_v=32, dtype=torch.b
     first, advance, unpack = (functions.function(f.fn) for f in (first_softmax, next_softmax, unpacked))
     scores = [tuple(Value(part.contiguous()) for part in tile.split(width, 1)) for tile in tiles]
     accs = tuple(Value(torch.ones(64, width_v)) for _ in range(columns // width_v))
-    p, state = first(scores[0], scale, element)
+    p, state = first(scores[0], scale, (), element)
     for tile in scores[1:]:
-        p, accs, state = advance(tile, accs, state, scale, element)
+        p, accs, state = advance(tile, accs, state, scale, (), element)
     maximum, total = functions.function(maximum_and_sum.fn)(state, None)
     parts = [part.data for part in unpack(p, element, tiles[0].shape[1])]
     return Softmax(torch.cat(parts, 1), torch.cat([acc.data for acc in accs], 1), maximum.data, total.data)

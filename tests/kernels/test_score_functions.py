@@ -87,6 +87,7 @@ CACHES = {
     "e4m3": ({"kv_dtype": torch.float8_e4m3fn, "head_dim": 64}, {}),
     "e5m2 per token": ({"kv_dtype": torch.float8_e5m2}, {"scales": "token"}),
     "int8": ({"kv_dtype": torch.int8}, {"scales": "tensor", "layout": "HND"}),
+    **{name: ({"kv_format": name, "head_dim": 64}, {}) for name in ("int4", "nvfp4", "k8v4")},
     "HDNX": ({}, {"layout": "HDNX"}),
     "pages of 1, flat": ({}, {"page_size": 1, "flat_table": True}),
     "latents in e4m3": (LATENTS | {"kv_dtype": torch.float8_e4m3fn}, {}),

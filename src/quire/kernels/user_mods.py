@@ -10,7 +10,7 @@ import hashlib
 import linecache
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,20 +37,33 @@ def passed(extras: tuple[Extra, ...], tensors: tuple[torch.Tensor, ...]) -> tupl
     return tuple(found)
 
 
-def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = False, is_gluon: bool = False) -> Any:
+def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = False) -> Any:
     """Return the jit function that turns scores into those that a spec's functions make; None without functions.
 
     Args:
         spec: what is computed.
         with_bounds: also hide the keys outside of the mask's bounds.
-        in_ptx: it may have instructions of PTX: for logarithms, and, if not for Gluon, to read an extra for each score.
-            Triton would choose another layout for these reads, and move scores there and back through shared memory.
-        is_gluon: it is for a kernel in Gluon, which names its layouts.
+        in_ptx: it may have instructions of PTX: for logarithms, and to read an extra for each score. Triton would
+            choose another layout for these reads, and move scores there and back through shared memory.
     """
     if spec.score is None and spec.mask is None:
         return None
     name = "bounded_scores" if with_bounds and spec.mask is not None and spec.mask.bounds else "scores"
-    return functions_of(spec, in_ptx, is_gluon)[name]
+    return functions_of(spec, in_ptx)[name]
+
+
+def hopper_functions(spec: AttentionSpec, by_warps: bool, has_runs: bool) -> tuple[Any, Any]:
+    """Return the jit functions of the Hopper kernel: of scores, and of which runs of numbers that one reads, or None.
+
+    Args:
+        spec: what is computed.
+        by_warps: each warp's rows are tokens of one head.
+        has_runs: there is shared memory for a run of each row.
+    """
+    if spec.score is None and spec.mask is None:
+        return None, None
+    found = functions_of(spec, True, Gluon(by_warps, has_runs))
+    return found["scores"], found.get("runs")
 
 
 def bounds_of(spec: AttentionSpec) -> Any:
@@ -60,10 +73,17 @@ def bounds_of(spec: AttentionSpec) -> Any:
     return functions_of(spec)["bounds"]
 
 
-def functions_of(spec: AttentionSpec, in_ptx: bool = False, is_gluon: bool = False) -> dict[str, Any]:
-    """Return the jit functions of a spec's functions."""
+class Gluon(NamedTuple):
+    """What `hopper_functions` is told of a kernel in Gluon."""
+
+    by_warps: bool
+    has_runs: bool
+
+
+def functions_of(spec: AttentionSpec, in_ptx: bool = False, gluon: Gluon | None = None) -> dict[str, Any]:
+    """Return the jit functions of a spec's functions, for a kernel in Triton, or in Gluon, which names its layouts."""
     heads = spec.num_q_heads, spec.num_kv_heads
-    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, is_gluon)
+    return jit_functions(spec.score, spec.mask, spec.extras, *heads, spec.dtype.itemsize, in_ptx, gluon)
 
 
 @triton.jit
@@ -102,6 +122,14 @@ def fast_tanh(x, factor, by):
     return by - 2.0 * by * r * r
 
 
+@triton.jit
+def times(scores, scale):
+    if isinstance(scale, tl.tensor) and len(scale.shape) == 1:
+        return scores * scale[:, None]
+    else:
+        return scores * scale
+
+
 def load_in_ptx(name: str, kind: str, register: str, dtype: str) -> str:
     """Return the text of a function that loads numbers, and keeps the layout of their addresses."""
     code = f'"ld.global.{kind} $0, [$1];", "={register},l", [ptrs.to(tl.int64)], dtype=tl.{dtype}'
@@ -129,16 +157,26 @@ def jit_functions(
     kv_heads: int,
     itemsize: int,
     in_ptx: bool,
-    is_gluon: bool,
+    gluon: Gluon | None,
 ) -> dict[str, Any]:
-    """Return the jit functions of a spec's functions: "scores", "bounded_scores" and "bounds", if there are bounds."""
-    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, is_gluon)
+    """Return the jit functions of a spec's functions.
+
+    They are "scores"; "bounded_scores" and "bounds", if there are bounds; and for `gluon` perhaps "runs".
+    """
+    writer = Writer(extras, {"num_q_heads": q_heads, "num_kv_heads": kv_heads}, itemsize, in_ptx, gluon is not None)
     tile = None if score is None else Tile(writer, tree_of(score.source))
     kinds = dict.fromkeys(extra.dtype for extra in extras) if writer.loads_in_ptx else ()
     parts = [load_in_ptx(f"load_{str(dtype)[6:]}", *LOADS[dtype]) for dtype in kinds]
     parts += [] if tile is None else [writer.function("user_score", tile.tree)]
+    has_runs = gluon is not None and gluon.has_runs and tile is not None and tile.is_guarded
+    writer.has_runs = has_runs
     if tile is not None:
-        parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form, _ in tile.forms]
+        forms = [form for form, _ in tile.forms] + ["guarded"] * has_runs
+        parts += [writer.function(f"{form}_score", tile.tree, form, tile) for form in forms]
+        parts += [writer.function("user_runs", tile.tree, "runs", tile), RUNS] if has_runs else []
+    if tile is not None and gluon is not None and tile.addend is not None:
+        parts += [writer.function("flat_addend", tile.addend, "flat", tile)] if tile.is_flat_first else []
+        parts += [writer.function("user_addend", tile.addend)]
     parts += [writer.function("user_mask", tree_of(mask.source))] if mask is not None else []
     has_bounds = mask is not None and mask.bounds != ""
     if mask is not None and has_bounds:
@@ -146,22 +184,41 @@ def jit_functions(
     loads = " ".join(f"{load}," for load in writer.of_rows.values())
     head = "@triton.jit\ndef user_rows(q_pos_, q_head_, kv_head_, seq_, token_, extras):"
     parts.append(f"{head}\n    return ({loads})\n")
-    parts += [combined("scores", score, tile, mask is not None, False)]
-    parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
+    scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
+    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
+    if gluon is not None:
+        from quire.kernels.hopper import runs, windows  # here, since they import Gluon
+
+        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.unpacked
+        scope |= {f.__name__: f for f in used}
+        parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
+    else:
+        parts += [combined("scores", score, tile, mask is not None, False)]
+        parts += [combined("bounded_scores", score, tile, True, True)] if has_bounds else []
     text = "\n\n".join(parts)
     name = f"<quire functions {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-    scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
-    scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh)}
     exec(compile(text, name, "exec"), scope)
-    return {name: scope[name] for name in ("scores", "bounded_scores", "bounds") if name in scope}
+    return {name: scope[name] for name in ("scores", "bounded_scores", "bounds", "runs") if name in scope}
 
 
+LOG2E = 1.4426950408889634
+TOKEN = "token[:, None].to(tl.int32)"
+ARGUMENTS_OF_KERNELS = "scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows"
+ROWS_AND_KEYS = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {TOKEN}, extras, of_rows"
 BOUNDS = """@triton.jit
 def bounds(q_pos, seq, token, extras):
     first, last = user_bounds(None, q_pos, None, None, None, seq, token.to(tl.int32), extras, ())
     nothing = tl.zeros_like(q_pos)
     return nothing + first, nothing + last + 1
+"""
+
+
+RUNS = f"""@triton.jit
+def runs(q_pos, pos, q_head, kv_head, seq, token, extras, of_rows):
+    return user_runs(
+        None, q_pos[:, None], None, q_head[:, None], kv_head, seq, {TOKEN}, extras, of_rows, None, pos, None
+    )
 """
 
 
@@ -172,43 +229,106 @@ def combined(name: str, score: Function | None, tile: Tile | None, has_mask: boo
     position of rows, and that of the last key; it is None where they are not known. Without scores, it returns the
     numbers of extras that each row reads, whatever the key: kernels call it so before the first tile, and pass them.
     """
-    token = "token[:, None].to(tl.int32)"
-    arguments = f"q_pos[:, None], (pos + cols)[None, :], q_head[:, None], kv_head, seq, {token}, extras, of_rows"
     lines = list[str]()
     if score is not None and tile is not None:
-        changed = f"user_score(scores, {arguments})"
-        if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
-            changed = f"tl.where(scores == scores, {changed}, scores)"
-        if tile.forms:
-            lines += ["    if span is None:", f"        scores = {changed}", "    else:"]
-            lines += [f"        {line}" for line in ("q_low, q_high, last = span", *tile.lines)]
-            lines += [f"        known = {tile.scalars}"]
-            lines.append("        rest = True")
-            for form, serves in tile.forms:
-                # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
-                indent = "        "
-                if form == "inside":
-                    lines.append(f"{indent}if scores.shape[0] > 16:")
-                    indent += "    "
-                lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
-                lines += [f"{indent}if {form}:"]
-                lines += [f"{indent}    scores = {form}_score(scores, {arguments}, known, pos, cols)"]
-            lines += ["        if rest:", f"            scores = {changed}"]
-        else:
-            lines.append(f"    scores = {changed}")
-    if has_mask:
-        lines.append(f"    visible = user_mask(None, {arguments})")
-        if with_bounds:
-            lines.append(
-                f"    first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {token}, extras, ())"
+        lines += scores_of_forms(score, tile, tile.forms)
+    lines += masked(has_mask, with_bounds) + ["return scores"]
+    return with_head(f"def {name}({ARGUMENTS_OF_KERNELS}):", lines)
+
+
+def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool, by_warps: bool, has_runs: bool) -> str:
+    """Return the text of the function that the Hopper kernel calls.
+
+    It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
+    exponents in base 2 of them, and a tuple: of what is added to these, [M], or of nothing. WHOLE: scores are of the
+    whole tile. `numbers` are what was read of runs.
+    """
+    lines = [f"offset, factor = (), {LOG2E!r}"]
+    if score is None or tile is None:
+        lines += [f"factor = scale * {LOG2E!r}"]
+    else:
+        others = scores_of_forms(score, tile, tile.forms, "times(scores, scale)", has_runs)
+        if tile.addend is not None and tile.is_flat_first:
+            rest = scores_of_forms(score, tile, tile.forms[1:], "times(scores, scale)", has_runs)
+            if by_warps and tile.is_of_distance:
+                rows = "of_windows(q_pos[:, None]), keys_of_windows(pos), of_windows(q_head[:, None])"
+                numbers = f"user_addend(None, {rows}, kv_head, seq, None, extras, each_of_windows(of_rows))"
+                rest = [f"scores = times(scores, scale) + spread({numbers}, scores.shape[1])"]
+            flat = f"flat_addend(None, {ROWS_AND_KEYS}, known, pos, cols)"
+            lines += ["if WHOLE:"]
+            lines += indented(
+                [
+                    *scalars_of(tile),
+                    f"flat = {tile.forms[0][1]}",
+                    f"factor = tl.where(flat, scale * {LOG2E!r}, {LOG2E!r})",
+                    "by_row = (q_pos - q_pos).to(tl.float32)",
+                    "if flat:",
+                    f"    by_row = tl.sum({flat} + by_row[:, None], 1) * {LOG2E!r}",
+                    "else:",
+                    *indented(rest),
+                    "offset = (by_row,)",
+                ]
             )
-            lines.append("    kv_pos = (pos + cols)[None, :]")
-            lines.append("    visible = visible & (kv_pos >= first) & (kv_pos <= last)")
-        lines.append('    scores = tl.where(visible, scores, float("-inf"))')
-    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {token}, extras)"
-    head = f"def {name}(scores, q_pos, span, pos, cols, q_head, kv_head, seq, token, extras, of_rows):"
-    head = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
-    return "\n".join([*head, *(f"    {line}" for line in lines), "        return scores", ""])
+            lines += ["else:", *indented(others)]
+        else:
+            lines += others
+    lines += masked(has_mask, False) + ["return scores, factor, offset"]
+    return with_head(f"def scores({ARGUMENTS_OF_KERNELS}, scale, WHOLE: tl.constexpr, numbers):", lines)
+
+
+def with_head(head: str, lines: list[str]) -> str:
+    """Return the text of a function that, without scores, returns what rows read."""
+    rows = f"user_rows(q_pos[:, None], q_head[:, None], kv_head, seq, {TOKEN}, extras)"
+    head_lines = ["@triton.jit", head, "    if scores is None:", f"        return {rows}", "    else:"]
+    return "\n".join([*head_lines, *indented(indented(lines)), ""])
+
+
+def indented(lines: list[str]) -> list[str]:
+    """Return lines one step further to the right."""
+    return [f"    {line}" for line in lines]
+
+
+def scalars_of(tile: Tile) -> list[str]:
+    """Return the lines that find what forms of a tile take."""
+    return ["q_low, q_high, last = span", *tile.lines, f"known = {tile.scalars}"]
+
+
+def scores_of_forms(
+    score: Function, tile: Tile, forms: list[tuple[str, str]], given: str = "scores", has_runs: bool = False
+) -> list[str]:
+    """Return the lines that change scores, by the first of some forms that serves, else by the function."""
+    changed = f"user_score({given}, {ROWS_AND_KEYS})"
+    if axes_of(score) != ARGUMENTS["score"]:  # of as many numbers as scores are, in Gluon too
+        changed = f"tl.where(scores == scores, {changed}, scores)"
+    if not forms:
+        return [f"scores = {changed}"]
+    lines = ["if span is None:", f"    scores = {changed}", "else:"]
+    lines += indented([*scalars_of(tile), "rest = True"])
+    more = ", numbers" if has_runs else ""
+    for form, serves in forms:
+        # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
+        indent = "    "
+        if form == "inside":
+            lines.append(f"{indent}if scores.shape[0] > 16:")
+            indent += "    "
+        lines += [f"{indent}{form} = rest & {serves}", f"{indent}rest = rest & ({form} == False)"]
+        lines += [f"{indent}if {form}:"]
+        lines += [f"{indent}    scores = {form}_score({given}, {ROWS_AND_KEYS}, known, pos, cols{more})"]
+    if has_runs:
+        changed = f"guarded_score({given}, {ROWS_AND_KEYS}, known, pos, cols{more})"
+    return lines + ["    if rest:", f"        scores = {changed}"]
+
+
+def masked(has_mask: bool, with_bounds: bool) -> list[str]:
+    """Return the lines that hide keys."""
+    if not has_mask:
+        return []
+    lines = [f"visible = user_mask(None, {ROWS_AND_KEYS})"]
+    if with_bounds:
+        lines.append(f"first, last = user_bounds(None, q_pos[:, None], None, None, None, seq, {TOKEN}, extras, ())")
+        lines.append("kv_pos = (pos + cols)[None, :]")
+        lines.append("visible = visible & (kv_pos >= first) & (kv_pos <= last)")
+    return [*lines, 'scores = tl.where(visible, scores, float("-inf"))']
 
 
 class Writer:
@@ -225,6 +345,7 @@ class Writer:
     def __init__(
         self, extras: tuple[Extra, ...], sizes: dict[str, int], itemsize: int, in_ptx: bool, is_gluon: bool
     ) -> None:
+        self.has_runs = False  # of the function that is written
         self.in_ptx, self.loads_in_ptx, self.axes = in_ptx, in_ptx and not is_gluon, dict[str, frozenset[str]]()
         self.sizes, self.is_exact, self.assigned = sizes, itemsize > 2, set[str]()
         self.form, self.tile, self.is_at_first = "", None, False
@@ -241,28 +362,45 @@ class Writer:
             place += 1
 
     def function(self, name: str, tree: ast.FunctionDef, form: str = "", tile: Tile | None = None) -> str:
-        """Return the text of a jit function; `form` is one of `tile.forms`."""
-        arguments = [*map(own, ARGUMENTS), "extras", "of_rows", *(("known", "pos", "cols") if form else ())]
+        """Return the text of a jit function.
+
+        Args:
+            name: of the function.
+            tree: the user's function.
+            form: one of `tile.forms`; "guarded", which reads a run that was copied; "runs", which says where it is.
+            tile: of the function, for these.
+        """
+        arguments = [*map(own, ARGUMENTS), "extras", "of_rows"]
+        arguments += ["known", "pos", "cols", "numbers=None"] if form else []
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
         self.is_called_for_tiles = name != "user_bounds"
+        moving = {"kv_pos", "score"}  # which "runs" does not need
+        if form in ("inside", "guarded", "runs"):
+            lines.append("    first_kv_pos = pos")
         if form == "inside":
-            lines.append(
-                "    first_kv_pos, near, far = pos, (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)"
-            )
+            lines.append("    near, far = (cols % 8)[None, :], (cols // 8 * 8)[None, :].to(tl.int64)")
         for statement in tree.body:
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                target = statement.targets[0].id
-                if form == "inside" and tile is not None and id(statement) in tile.steady:
-                    lines.append(f"    first_{target} = {self.first(statement.value)}")
-                    self.with_first.add(target)
-                else:
-                    self.with_first.discard(target)
-                lines.append(f"    {own(target)} = {self.expression(statement.value)}")
-                self.axes[target] = self.axes_of(statement.value)
-            elif isinstance(statement, ast.Return) and statement.value is not None:
-                lines.append(f"    return {self.expression(statement.value)}")
+            value: ast.expr = statement.value  # pyright: ignore[reportAttributeAccessIssue]
+            reads = [node for node in ast.walk(value) if isinstance(node, ast.Subscript)] if form == "runs" else []
+            if reads:
+                lines.append(f"    return {self.expression(reads[0])}")
+                break
+            if not isinstance(statement, ast.Assign):
+                lines.append(f"    return {self.expression(value)}")
+                break
+            target = ast.unparse(statement.targets[0])
+            if form in ("inside", "guarded", "runs") and tile is not None and id(statement) in tile.steady:
+                lines.append(f"    first_{target} = {self.first(value)}")
+                self.with_first.add(target)
+            else:
+                self.with_first.discard(target)
+            moves = form == "runs" and tile is not None and tile.moves(value, moving)
+            (moving.add if moves else moving.discard)(target)
+            if not moves:
+                lines.append(f"    {own(target)} = {self.expression(value)}")
+            self.axes[target] = self.axes_of(value)
         self.form, self.tile = "", None
         return "\n".join([*lines, ""])
 
@@ -276,7 +414,7 @@ class Writer:
     def expression(self, node: ast.expr) -> str:
         """Return an expression as Triton has it."""
         of, leaf = self.expression, None if self.tile is None else self.tile.leaves.get(id(node))
-        if leaf is not None and leaf.size is None:
+        if leaf is not None and leaf.size is None and self.form != "guarded":
             return f"(known[{leaf.number}] != 0)"
         if isinstance(node, ast.Constant):
             is_finite = node.value not in (float("inf"), -float("inf"))
@@ -338,7 +476,7 @@ class Writer:
         assert isinstance(node.value, ast.Name)
         extra, pointer, sizes = self.extras[node.value.id]
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        offset, by_key = "", list[str]()  # what addresses of a row grow by
+        offset, by_key, begin, first = "", list[str](), "", ""  # what addresses of a row grow by
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             leaf = None if self.tile is None else self.tile.leaves.get(id(index))
             name = ast.unparse(index)
@@ -347,12 +485,17 @@ class Writer:
                 place = f"known[{leaf.number}]"
             elif leaf is not None and leaf.interval.is_exact and leaf.interval.step is not None:
                 place = self.first(index)
+                begin, first = f"{offset} * {size}" if offset else "0", place
                 by_key = [" * ".join([str(leaf.interval.step), *sizes[i + 1 :]]), *by_key]
             elif is_in_range or (leaf is not None and leaf.interval.is_exact):
                 place = self.expression(index)
             else:
                 place = f"clamped({self.expression(index)}, {size})"
             offset = f"({offset} * {size} + {place})" if offset else place
+        if self.form == "runs":
+            return f"({pointer} + {begin}) + {first}, {pointer} + {begin}, {sizes[-1]}"
+        if self.has_runs and by_key and self.form:
+            return f"unpacked(numbers, {extra.dtype is torch.bfloat16})"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.

@@ -13,6 +13,8 @@ import ast
 import re
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 MOST_POSITION = 1 << 26  # of which intervals are found; no sum of a few overflows
 MOST_INTEGER = (1 << 31) - 1
 RISING = "exp", "log", "sqrt", "tanh"
@@ -71,6 +73,7 @@ class Tile:
         }
         self.moving = {"kv_pos", "score"}  # names of what depends on the key
         self.can_be_flat, of_scores = True, {"score"}
+        self.addend: ast.FunctionDef | None = None  # the function without the score, if that is a number plus it
         for statement in tree.body:
             value: ast.expr = statement.value  # pyright: ignore[reportAttributeAccessIssue]
             found = self.interval(value)
@@ -78,6 +81,15 @@ class Tile:
                 self.look(value)
             if not isinstance(statement, ast.Assign):  # without the score, it has no shape of its own in a flat form
                 self.can_be_flat &= self.moves(value, of_scores)
+                if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Sub) and "score" in of_scores:
+                    score, other = value.left, value.right
+                    if isinstance(value.op, ast.Add) and not is_name(score, "score"):
+                        score, other = other, score
+                    if is_name(score, "score") and not self.moves(other, of_scores):
+                        other = other if isinstance(value.op, ast.Add) else ast.UnaryOp(ast.USub(), other)
+                        self.addend = ast.FunctionDef(
+                            tree.name, tree.args, [*tree.body[:-1], ast.Return(other)], [], None
+                        )  # pyright: ignore[reportCallIssue]
                 break
             name = ast.unparse(statement.targets[0])
             if found is not None and found.step is not None and self.moves(value):
@@ -87,11 +99,42 @@ class Tile:
                 (names.add if self.moves(value, names) else names.discard)(name)
 
     @property
+    def is_of_distance(self) -> bool:
+        """Whether the function adds to the score a number that depends on both positions' distance and the head."""
+        return self.addend is not None and len(self.leaves) > 0 and all(map(depends_on_distance, self.addend.body))
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the only index of an extra that moves goes back from key to key, where it is in range."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Subscript)]
+        return len(found) == 1 and self.is_read_in_range(found[0])
+
+    def is_read_in_range(self, node: ast.Subscript) -> bool:
+        """Whether it is so of 16-bit floats, by the last index, and a number is used where that is in range."""
+        assert isinstance(node.value, ast.Name)
+        extra, _, sizes = self.writer.extras[node.value.id]
+        *others, index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        leaf = self.leaves.get(id(index))
+        is_known = extra.dtype in (torch.bfloat16, torch.float16) and sizes[-1].isdigit()
+        if not is_known or any(map(self.moves, others)):
+            return False
+        if leaf is None or not leaf.interval.is_exact or leaf.interval.step != -1:
+            return False
+        text, wheres = ast.unparse(index), [n for n in ast.walk(self.tree) if isinstance(n, ast.Call)]
+        wheres = [call for call in wheres if ast.unparse(call.func) == "where" and call.args[1] is node]
+        return any({f"{text} >= 0", f"{text} < {sizes[-1]}"} <= set(conditions(call.args[0])) for call in wheres)
+
+    @property
+    def is_flat_first(self) -> bool:
+        """Whether there is a flat form, which is the first one."""
+        return self.can_be_flat and len(self.leaves) > 0
+
+    @property
     def forms(self) -> list[tuple[str, str]]:
         """The names of short forms, and when they serve."""
         found, leaves = list[tuple[str, str]](), self.leaves.values()
         guard = f"(q_high < {MOST_POSITION}) & (last < {MOST_POSITION})"
-        if self.can_be_flat and leaves:
+        if self.is_flat_first:
             found.append(("flat", " & ".join([guard, *(f"({low} == {high})" for low, high in map(self.ends, leaves))])))
         if any(leaf.size is not None and leaf.interval.is_exact for leaf in leaves):
             parts = [guard]
@@ -268,3 +311,26 @@ class Tile:
             low, high = (self.writer.called(word, [end]) for end in first[:2])
             return Interval(low, high, MOST_POSITION if word == "int" else 0, False, None)
         return None
+
+
+def conditions(node: ast.expr) -> list[str]:
+    """Return the text of conditions that must all be true."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
+        return conditions(node.left) + conditions(node.right)
+    return [ast.unparse(node)]
+
+
+def is_name(node: ast.expr, name: str) -> bool:
+    """Whether an expression is a name."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def depends_on_distance(node: ast.AST) -> bool:
+    """Whether positions are in no other expression than their difference, and no number is of a token."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        pair = {ast.unparse(node.left), ast.unparse(node.right)}
+        if pair == {"q_pos", "kv_pos"}:
+            return True
+    if isinstance(node, ast.Name) and node.id in ("q_pos", "kv_pos", "token"):
+        return False
+    return all(map(depends_on_distance, ast.iter_child_nodes(node)))

@@ -4,8 +4,9 @@ import torch
 
 from quire import Batch
 from quire.integrations.arguments import as_int, check_integers
-from quire.integrations.flashinfer.arguments import as_tokens, check_one, read_cache, read_scoring
-from quire.integrations.flashinfer.planned import LONGEST, OutAndLse, Wrapper, check_buffer, check_indptr, largest
+from quire.integrations.flashinfer.arguments import as_tokens, check_one, read_cache
+from quire.integrations.flashinfer.masked import MaskedWrapper
+from quire.integrations.flashinfer.planned import LONGEST, OutAndLse, check_buffer, check_indptr, largest
 from quire.integrations.flashinfer.signatures import Arguments
 from quire.integrations.flashinfer.tables import RAGGED
 
@@ -15,7 +16,7 @@ FORWARD = (
 )
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(MaskedWrapper):
     """Attend from the last queries of each sequence to keys and values that are packed one sequence after the other."""
 
     _is_paged = False
@@ -28,6 +29,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     def __init__(self, a: Arguments) -> None:
         """Make a wrapper."""
         self._set_up(a)
+        self._take_masks(a)
         if a.use_cuda_graph:
             (entries,) = check_buffer(a, "qo_indptr_buf", self.device)
             check_buffer(a, "kv_indptr_buf", self.device, entries)
@@ -51,7 +53,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Lists may be on the host or on the device, int32 or int64. From a device their largest lengths are read back.
         For CUDA graphs any number of keys is planned for.
         """
-        scoring = read_scoring(a)
+        scoring = self._read_scoring_and_mask(a)
         batch_size = check_indptr("kv_indptr", a.kv_indptr)
         self._check_readable(kv_indptr=a.kv_indptr)
         starts = {}  # where lengths are read
@@ -75,7 +77,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             most_keys = (
                 largest(starts["kv_indptr"].diff()) if bound is None else as_int("max_sequence_kv", bound, least=0)
             )
-        self._prepare(a, scoring, (most_queries, most_keys), num_rows, **lists)
+        self._prepare_with_mask(a, scoring, (most_queries, most_keys), num_rows, **lists)
         self._num_keys = 0 if self._use_cuda_graph else int(starts["kv_indptr"][-1])
 
     begin_forward = plan

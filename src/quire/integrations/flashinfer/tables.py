@@ -109,7 +109,7 @@ output_scale (refused): outputs have no scale
 """
 )
 
-PREFILL = Table(
+MASKS = Table(
     """
 custom_mask_buf: uint8, with `use_cuda_graph`: says that `plan` may be given a mask. Quire needs no memory from it.
     Graphs read the masks from a tensor of the wrapper, which the first `plan` allocates.
@@ -119,9 +119,15 @@ custom_mask: [sum of qo_len * kv_len] bool, one sequence after the other: which 
     before them). There may be more entries.
 packed_custom_mask: the same in bits of uint8, as `flashinfer.quantization.segment_packbits` returns it; `custom_mask`
     is then ignored.
-block_tables (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
 """,
     COMMON,
+)
+
+PREFILL = Table(
+    """
+block_tables (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
+""",
+    MASKS,
 )
 
 BATCH = Table(
@@ -136,8 +142,6 @@ args: the sinks, [num_qo_heads], and `sm_scale`, as FlashInfer's kernel takes th
 
 RAGGED = Table(
     """
-custom_mask_buf, mask_indptr_buf, custom_mask, packed_custom_mask (refused): BatchPrefillWithPagedKVCacheWrapper serves
-    masks
 kv_indptr: [batch_size + 1], where each sequence's keys begin in `k`.
 seq_lens (refused): lengths follow from the lists that start with kv_indptr and qo_indptr
 qo_indptr_cpu: `qo_indptr` on the host, from which lengths are read; None to read `qo_indptr`.
@@ -145,7 +149,7 @@ kv_indptr_cpu: the same of `kv_indptr`.
 k: keys, [kv_indptr[-1], num_kv_heads, head_dim_qk]; heads come first in layout "HND".
 v: values, [kv_indptr[-1], num_kv_heads, head_dim_vo], likewise.
 """,
-    COMMON,
+    MASKS,
 )
 
 SPARSE = Table(

@@ -26,7 +26,16 @@ from quire.kernels.hopper.operands import (
 )
 from quire.kernels.hopper.products import wide
 from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
-from quire.kernels.hopper.softmax import masked_scores, scaled, softmax_step, sums_of_groups, total, with_scale
+from quire.kernels.hopper.softmax import (
+    copy_runs,
+    masked_scores,
+    read_runs,
+    scaled,
+    softmax_step,
+    sums_of_groups,
+    total,
+    with_scale,
+)
 from quire.kernels.hopper.work_tile import ROWS
 from quire.kernels.states import groups_of
 
@@ -72,9 +81,11 @@ def attend_work_tile(products, memory, config):
     NUM_ACCS: gl.constexpr = len(accs)
     IN_FLIGHT: gl.constexpr = products_of(v_pipe.addresses, accs)  # with values
     pos = work.tile * BLOCK_N
+    copy_runs(pos, products, config)
     scores = first_scores(products, memory, zeros, config)
-    scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
-    p, state = first_softmax(scores, by, v_pipe.tiles.dtype)
+    numbers = read_runs(pos, products, config)
+    scores, by, more = masked_scores(scores, pos, numbers, products, config, IN_HALVES)
+    p, state = first_softmax(scores, by, more, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
     if NEXT_KEYS:
@@ -92,6 +103,7 @@ def attend_work_tile(products, memory, config):
         accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = k_pipe.wait_without_fence(i + 1, i + 1 < stop)
+        numbers = read_runs(pos, products, config)
         scores = after(IN_FLIGHT, scores)
         if NEXT_KEYS:
             k_pipe.fence_copies()
@@ -103,8 +115,8 @@ def attend_work_tile(products, memory, config):
         done = warpgroup_mma_wait(0, deps=accs + operands)
         accs = done[:NUM_ACCS]
         v_pipe.release_operand(i - 1)
-        scores, by = masked_scores(scores, pos, products, config, IN_HALVES)
-        p, accs, state = next_softmax(scores, accs, state, by, v_pipe.tiles.dtype)
+        scores, by, more = masked_scores(scores, pos, numbers, products, config, IN_HALVES)
+        p, accs, state = next_softmax(scores, accs, state, by, more, v_pipe.tiles.dtype)
     operands = operands_of(p, v_pipe, accs, BLOCK_N)
     accs = multiply_values(operands, v_pipe, v_pipe.wait(stop - 1), accs, HEAD_DIM_V)
     done = warpgroup_mma_wait(0, deps=accs + operands)

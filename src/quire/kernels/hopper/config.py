@@ -41,6 +41,7 @@ class Config:
     RELEASES: gl.constexpr  # arrivals of a consumer warpgroup that release a tile
     EARLY: gl.constexpr  # queries are released after their last product, before results are written
     FUNCTION: gl.constexpr  # jit function of users' functions on scores and masks, or None
+    RUNS: gl.constexpr  # jit function that says which runs of numbers FUNCTION reads, or None
 
 
 @aggregate

@@ -16,6 +16,7 @@ from quire.kernels.hopper.operands import State, queries_of
 from quire.kernels.hopper.partials import combine_and_write, store_and_arrive
 from quire.kernels.hopper.products import addresses_of_queries
 from quire.kernels.hopper.results import finish
+from quire.kernels.hopper.runs import rows_of_runs
 from quire.kernels.hopper.softcap import is_capped
 from quire.kernels.hopper.softmax import Products, Sight, arguments_of_rows, scaled
 from quire.kernels.hopper.work_tile import (
@@ -109,12 +110,16 @@ def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, 
     sight = None
     if config.INTERVALS:
         sight = sight_of_rows(memory.published, stage, work, own, scoring)
-    seq, of_rows = None, None
+    seq, of_rows, run_rows = None, None, None
+    if config.RUNS is not None:
+        run_rows = rows_of_runs(memory.runs, own.WG, config.BLOCK_N)
     if config.FUNCTION is not None:
         seq = read_seq(memory.published, stage)
         q_pos, q_head, token = arguments_of_rows(own, work, config)
         kv_head = work.head // config.GROUP
-        of_rows = config.FUNCTION(None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None)
+        of_rows = config.FUNCTION(
+            None, q_pos, None, None, None, q_head, kv_head, seq, token, scoring.extras, None, None, False, ()
+        )
     scale = scoring.scale
     if scoring.k_scale_ptr is not None:
         scale *= gl.load(scoring.k_scale_ptr + work.head // config.GROUP * outputs.stride_scale)
@@ -135,7 +140,7 @@ def begin_work_tile(own, memory, work, stage, work_i, tile_i, scoring, outputs, 
         )
         q = (converted,)
         scale *= inverse_scale
-    return Products(q, work, own, scoring, scale, slopes, sight, seq, of_rows, work_i, tile_i)
+    return Products(q, work, own, scoring, scale, slopes, sight, seq, of_rows, run_rows, work_i, tile_i)
 
 
 @gluon.jit

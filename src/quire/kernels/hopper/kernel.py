@@ -105,7 +105,7 @@ def hopper_kernel(
     MIXED: gl.constexpr,  # decoding sequences may be among the prompts
     SPLIT_BY_TOKENS: gl.constexpr,  # each of two warpgroups has half of a row block's tokens, else half of the rows
     PIECES: gl.constexpr,  # products with values are those of `products.py`, as all are if BLOCK_N is no power of two
-    FUNCTION: gl.constexpr,  # of Config
+    FUNCTION: gl.constexpr, RUNS: gl.constexpr,  # of Config
 ):  # fmt: skip
     gdc_wait()
     # The second launch may start when an SM has room for it: the decode launch, or the combine of splits, which waits.
@@ -118,7 +118,7 @@ def hopper_kernel(
         NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, SCORE_MOD, WARPGROUPS, BLOCK_T, HEADS, BLOCK_N,
         STAGES, Q_STAGES, QUANTISED_STAGES, FP8_MMA, KV_BOX, FIXED_SPLIT, PARTS, CUT_SLOTS, MIXED, SPLIT_BY_TOKENS,
         PIECES, INTERVALS, releases_of_warpgroup(SCORE_MOD, FP8_MMA),
-        releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM), FUNCTION,
+        releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM), FUNCTION, RUNS,
     )  # fmt: skip
     memory = allocate(q_desc.dtype, NUMBER, config)
     scoring = Scoring(

@@ -154,15 +154,42 @@ class HopperLaunch:
         """Byte of the workspace where the counters of arrivals begin. No decode launch uses these."""
         return self.counters - cut_counter_bytes(self.request.device)
 
+    @property
+    def has_warps_of_tokens(self) -> bool:
+        """Whether the rows of each warp are tokens of one head, and a tile's scores are one tensor."""
+        config = self.config
+        tokens = config.block_t // 2 if config.apart else config.block_t
+        return tokens % 16 == 0 and config.block_n in (64, 128)
+
+    @property
+    def has_room_for_runs(self) -> bool:
+        """Whether shared memory holds runs of numbers, too, and scores are one tensor."""
+        config, spec = self.config, self.request.spec
+        columns, columns_v = (cdiv(number, 64) * 64 for number in (spec.head_dim, self.part_width))
+        is_plain = not (self.fixed_split_size or config.fp8_mma or config.num_quantised_stages)
+        if not is_plain or config.block_n not in (64, 128) or max(columns, columns_v) > MAX_PORTABLE_HEAD_DIM:
+            return False
+        rows = 64 * config.num_warpgroups
+        tiles = 2 * rows * config.num_q_stages * columns + 2 * config.block_n * config.num_stages * (
+            columns + columns_v
+        )
+        runs = rows * (2 * config.block_n + 16)
+        return tiles + runs + 1024 <= self.request.device.shared_memory // config.programs_per_sm
+
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods, user_mods
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
         spec, config = self.request.spec, self.config
-        score_mod, function = mods.score_mod(spec), user_mods.function_of(spec, in_ptx=True, is_gluon=True)
+        score_mod, (function, runs) = (
+            mods.score_mod(spec),
+            user_mods.hopper_functions(spec, self.has_warps_of_tokens, self.has_room_for_runs),
+        )
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
-        if score_mod is mods.softcap and not self.fixed_split_size and function is None:
+        if score_mod is mods.scaled:
+            score_mod = None  # functions scale
+        elif score_mod is mods.softcap and not self.fixed_split_size and function is None:
             score_mod = capped_exponents if has_bounded_scores(spec) else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
@@ -173,6 +200,7 @@ class HopperLaunch:
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
             "SPLIT_BY_TOKENS": config.apart,
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize), "FUNCTION": function,
+            "RUNS": runs,
         }  # fmt: skip
 
     @property

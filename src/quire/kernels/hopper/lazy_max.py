@@ -30,6 +30,7 @@ REGISTERS = (
     ".reg .pred some, fresh, raises<2>; .reg .f32 away<2>, sum<4>, all<2>, top<4>, highest<2>, other, alpha<2>, e<128>;"
 )
 BEGIN = "neg.f32 awayROW, MAX;"
+BEGIN_WITH_OFFSET = "sub.f32 awayROW, OFFSET, MAX;"
 EXPONENTIAL = "fma.rn.f32 eI, X, SCALE, awayROW; ex2.approx.ftz.f32 eI, eI;"
 TOTAL = "add.f32 all0, sum0, sum1; add.f32 all1, sum2, sum3;"
 ANY_EXCEEDS = (
@@ -41,6 +42,7 @@ LARGEST_OF_QUAD = " ".join(  # of the four threads that share a row
 )
 ROW_EXCEEDS = f"{LARGEST_OF_QUAD.replace('NAME', 'allROW')} setp.gt.f32 raisesROW, allROW, {in_ptx(LIMIT)};"
 HIGHEST = f"{LARGEST_OF_QUAD.replace('NAME', 'highestROW')} mul.f32 highestROW, highestROW, SCALE; "
+HIGHEST_WITH_OFFSET = HIGHEST.replace("mul.f32", "fma.rn.f32").replace("SCALE", "SCALE, OFFSET")
 RAISE_FROM_NONE = "max.f32 MAX, MAX, highestROW;"
 RAISE = (
     "max.f32 highestROW, highestROW, MAX; selp.f32 highestROW, highestROW, MAX, raisesROW; "
@@ -74,7 +76,8 @@ def of_row(keys, sums, row, text):
     """Return PTX for the first or the second row of a thread."""
     _, state, _, scale = first_registers(keys, sums)
     maximum, total, factor = f"${state + 2 * row}", f"${state + 2 * row + 1}", f"${scale + 2 * row}"
-    return text.replace("ROW", f"{row}").replace("MAX", maximum).replace("SUM", total).replace("SCALE", factor)
+    text = text.replace("ROW", f"{row}").replace("MAX", maximum).replace("SUM", total).replace("SCALE", factor)
+    return text.replace("OFFSET", f"${scale + 2 * row + 1}")
 
 
 @gluon.constexpr_function
@@ -95,7 +98,7 @@ def for_scores(keys, sums, first_of_chain, text):
 
 
 @gluon.constexpr_function
-def probabilities_text(keys, sums, element):
+def probabilities_text(keys, sums, element, has_offset):
     """Return PTX for the probabilities of a tile, in pairs, and for their sums."""
     accs = first_registers(keys, sums)[0]
     name = "bf16x2" if element == gl.bfloat16 else "f16x2"
@@ -104,34 +107,35 @@ def probabilities_text(keys, sums, element):
     )
     pairs = " ".join([f"cvt.rn.{name}.f32 ${i}, e{2 * i + 1}, e{2 * i};" for i in range(keys // 4)])
     unused = " ".join([f"mov.b32 ${i}, 0;" for i in range(keys // 4, accs)])
-    return f"{for_rows(keys, sums, BEGIN)} {exponentials} {pairs} {unused} {TOTAL}"
+    begin = BEGIN_WITH_OFFSET if has_offset else BEGIN
+    return f"{for_rows(keys, sums, begin)} {exponentials} {pairs} {unused} {TOTAL}"
 
 
 @gluon.constexpr_function
-def highest_text(keys, sums):
+def highest_text(keys, sums, has_offset):
     """Return PTX for the highest exponents of a tile's rows."""
     chains = for_scores(keys, sums, "mov.f32 topCHAIN, X;", "max.f32 topCHAIN, topCHAIN, X;")
     both = "max.f32 highest0, top0, top1; max.f32 highest1, top2, top3;"
-    return f"{chains} {both} {for_rows(keys, sums, HIGHEST)}"
+    return f"{chains} {both} {for_rows(keys, sums, HIGHEST_WITH_OFFSET if has_offset else HIGHEST)}"
 
 
 @gluon.constexpr_function
-def first_text(keys, element):
+def first_text(keys, element, has_offset):
     """Return PTX for the first tile of a work tile, before which there is no maximum."""
-    raises = f"{highest_text(keys, 0)} {for_rows(keys, 0, RAISE_FROM_NONE)}"
-    return f"{{ {REGISTERS} {raises} {probabilities_text(keys, 0, element)} {for_rows(keys, 0, ADD)} }}"
+    raises = f"{highest_text(keys, 0, has_offset)} {for_rows(keys, 0, RAISE_FROM_NONE)}"
+    return f"{{ {REGISTERS} {raises} {probabilities_text(keys, 0, element, has_offset)} {for_rows(keys, 0, ADD)} }}"
 
 
 @gluon.constexpr_function
-def next_text(keys, sums, element):
+def next_text(keys, sums, element, has_offset):
     """Return PTX for a later tile. A maximum is raised once at most, so that no scores can keep a warp here."""
     accs = first_registers(keys, sums)[0]
     rescale = " ".join([f"mul.f32 ${accs + i}, ${accs + i}, alpha{i // 2 % 2};" for i in range(sums)])
     return (
-        f"{{ {REGISTERS} setp.gt.f32 fresh, {TRUE}; AGAIN: {probabilities_text(keys, sums, element)} "
-        f"{ANY_EXCEEDS} @!some bra.uni DONE; {for_rows(keys, sums, ROW_EXCEEDS)} {highest_text(keys, sums)} "
-        f"{for_rows(keys, sums, RAISE)} {rescale} setp.gt.f32 fresh, {FALSE}; bra.uni AGAIN; "
-        f"DONE: {for_rows(keys, sums, ADD)} }}"
+        f"{{ {REGISTERS} setp.gt.f32 fresh, {TRUE}; AGAIN: {probabilities_text(keys, sums, element, has_offset)} "
+        f"{ANY_EXCEEDS} @!some bra.uni DONE; {for_rows(keys, sums, ROW_EXCEEDS)} "
+        f"{highest_text(keys, sums, has_offset)} {for_rows(keys, sums, RAISE)} {rescale} setp.gt.f32 fresh, {FALSE}; "
+        f"bra.uni AGAIN; DONE: {for_rows(keys, sums, ADD)} }}"
     )
 
 
@@ -182,12 +186,23 @@ def in_piece(factor):
 
 
 @gluon.jit
-def first_softmax(scores, exponent_scale, element: gl.constexpr):
+def scale_and_offset(exponent_scale, offset):
+    """Return what makes exponents of scores, as a piece: of each row a factor, and the offset if there is one."""
+    scale = in_piece(exponent_scale)
+    if len(offset) > 0:
+        columns = gl.arange(0, PIECE, gl.SliceLayout(0, layout_of_piece()))
+        scale = gl.where((columns % 2 == 0)[None, :], scale, in_piece(offset[0]))
+    return scale
+
+
+@gluon.jit
+def first_softmax(scores, exponent_scale, offset, element: gl.constexpr):
     """Begin the state of the rows with their first tile. Return its probabilities and the state as `next_softmax` does.
 
     Args:
         scores: of the tile, -inf where a row does not see a key.
         exponent_scale: what makes exponents in base 2 of scores, for all rows or for each.
+        offset: what is added to these exponents, of each row, as a tuple; () for nothing.
         element: type of the probabilities.
     """
     LAYOUT: gl.constexpr = layout_of_piece()
@@ -196,14 +211,15 @@ def first_softmax(scores, exponent_scale, element: gl.constexpr):
     numbers = in_pieces(scores)
     KEYS: gl.constexpr = len(numbers) * PIECE
     results = gl.inline_asm_elementwise(
-        first_text(KEYS, element), constraints_of(KEYS, 0), numbers + (state, in_piece(exponent_scale)),
+        first_text(KEYS, element, len(offset) > 0), constraints_of(KEYS, 0),
+        numbers + (state, scale_and_offset(exponent_scale, offset)),
         dtype=types_of(KEYS, 0), is_pure=False, pack=PIECE // 2,
     )  # fmt: skip
     return results[: len(results) - 1], results[len(results) - 1]
 
 
 @gluon.jit
-def next_softmax(scores, accs, state, exponent_scale, element: gl.constexpr):
+def next_softmax(scores, accs, state, exponent_scale, offset, element: gl.constexpr):
     """Add a tile to the state of the rows.
 
     Returns:
@@ -213,8 +229,8 @@ def next_softmax(scores, accs, state, exponent_scale, element: gl.constexpr):
     KEYS: gl.constexpr = len(numbers) * PIECE
     SUMS: gl.constexpr = len(parts) * PIECE // 2
     results = gl.inline_asm_elementwise(
-        next_text(KEYS, SUMS, element), constraints_of(KEYS, SUMS),
-        numbers + parts + (state, in_piece(exponent_scale)),
+        next_text(KEYS, SUMS, element, len(offset) > 0), constraints_of(KEYS, SUMS),
+        numbers + parts + (state, scale_and_offset(exponent_scale, offset)),
         dtype=types_of(KEYS, len(parts)), is_pure=False, pack=PIECE // 2,
     )  # fmt: skip
     PACKED: gl.constexpr = packed_pieces(KEYS)

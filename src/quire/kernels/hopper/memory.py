@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.addresses import mark_shared_memory
 from quire.kernels.gluon.pipeline import make_pipeline
 from quire.kernels.hopper.gather import WARPS as GATHER_WARPS
+from quire.kernels.hopper.runs import allocate_runs
 from quire.kernels.hopper.work_tile import ROWS, WORDS
 
 
@@ -17,6 +18,7 @@ class Memory(NamedTuple):
     q: Any  # SmemPipeline
     k: Any
     v: Any
+    runs: Any  # shared memory for runs, from `allocate_runs`, or ()
     published: Any  # [Q_STAGES * WORDS + WARPGROUPS, 1] int32: `work_tile.py` says what the last ones are
 
 
@@ -35,7 +37,7 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     IN_PIECES: gl.constexpr = BLOCK_N & (BLOCK_N - 1) != 0  # scores
     V_IN_PIECES: gl.constexpr = config.PIECES or IN_PIECES
-    if V_IN_PIECES:
+    if V_IN_PIECES or config.RUNS is not None:
         mark_shared_memory()
     q = make_pipeline(
         queries, config.WARPGROUPS * ROWS, COLUMNS, config.Q_STAGES, config.WARPGROUPS, 0, IN_PIECES
@@ -51,7 +53,10 @@ def allocate(queries: gl.constexpr, element: gl.constexpr, config):
     else:
         v = make_pipeline(element, BLOCK_N, COLUMNS_V, config.STAGES, RELEASES, V_COPYING, V_IN_PIECES, V_IN_PIECES)
     published = gl.allocate_shared_memory(gl.int32, [config.Q_STAGES * WORDS + config.WARPGROUPS, 1], FLAT)
-    return Memory(q, k, v, published)
+    runs = ()
+    if config.RUNS is not None:
+        runs = allocate_runs(config.WARPGROUPS, BLOCK_N)
+    return Memory(q, k, v, runs, published)
 
 
 @gluon.jit
@@ -63,4 +68,4 @@ def allocate_stored(memory, element: gl.constexpr, config):
     if not config.FP8_MMA:
         k = make_pipeline(element, config.BLOCK_N, whole_panels(config.HEAD_DIM), STAGES, 1, COPYING)
     v = make_pipeline(element, config.BLOCK_N, whole_panels(config.HEAD_DIM_V), STAGES, 1, COPYING)
-    return Memory(memory.q, k, v, memory.published)
+    return Memory(memory.q, k, v, memory.runs, memory.published)

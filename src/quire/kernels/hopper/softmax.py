@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
 from quire.kernels.hopper.products import float32_each, halves
+from quire.kernels.hopper.runs import begin_copies, read_copies
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LOG2E, log2
 
@@ -55,6 +56,7 @@ class Products:
     sight: Any  # Sight, or None where rows see a band
     seq: Any  # the sequence, where there is a FUNCTION
     of_rows: Any  # what FUNCTION reads for each row, whatever the key, or None
+    run_rows: Any  # where rows have runs of numbers in shared memory, from `rows_of_runs`, or None
     work_i: Any  # which use of the pipeline of queries it is
     tile_i: Any  # which use of the pipelines of keys and values its first tile is
 
@@ -63,17 +65,21 @@ class Products:
 def with_scale(products, scale):
     """Return Products with another scale."""
     p = products
-    return Products(p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.work_i, p.tile_i)
+    return Products(
+        p.q, p.work, p.own, p.scoring, scale, p.slopes, p.sight, p.seq, p.of_rows, p.run_rows, p.work_i, p.tile_i
+    )
 
 
 @gluon.jit
-def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
+def masked_scores(scores, pos, numbers, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
-    They are -inf where a row does not see a key. IN_HALVES: as in `apply_mask`, where nothing else changes scores.
+    That is a factor, and what is added to the product: a number of each row, in a tuple, or () for nothing. Scores are
+    -inf where a row does not see a key. `numbers` are from `read_runs`. IN_HALVES: as in `apply_mask`, where nothing
+    else changes scores.
     """
     scale, scoring = products.scale, products.scoring
-    exponent_scale = scale * LOG2E
+    exponent_scale, offset = scale * LOG2E, ()
     if config.SCORE_MOD is not None:
         exponent_scale = scoring.softcap * (2 * LOG2E) if is_softcap(config.SCORE_MOD) else LOG2E
         own, work = products.own, products.work
@@ -88,9 +94,11 @@ def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
             changed = changed + (score,)
         scores = changed
     if config.FUNCTION is not None:
-        scores = by_function(scores, pos, products, config)
+        scores, exponent_scale, offset = by_function(
+            scores, scale if config.SCORE_MOD is None else 1.0, pos, numbers, products, config
+        )
     HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None and config.FUNCTION is None
-    return apply_mask(scores, pos, products, HALVES), exponent_scale
+    return apply_mask(scores, pos, products, HALVES), exponent_scale, offset
 
 
 @gluon.jit
@@ -103,19 +111,51 @@ def arguments_of_rows(own, work, config):
 
 
 @gluon.jit
-def by_function(scores, pos, products, config):
-    """Return the scores of the tile that begins at position `pos` as users' functions make them."""
+def run_of_tile(pos, products, config):
+    """Return the runs that FUNCTION reads for the tile that begins at position `pos`, as `begin_copies` takes them."""
+    work = products.work
+    q_pos, q_head, token = arguments_of_rows(products.own, work, config)
+    kv_head, extras = work.head // config.GROUP, products.scoring.extras
+    return config.RUNS(q_pos, pos, q_head, kv_head, products.seq, token, extras, products.of_rows)
+
+
+@gluon.jit
+def copy_runs(pos, products, config):
+    """Begin to copy the numbers that FUNCTION reads for the tile of keys at position `pos`."""
+    if config.RUNS is not None:
+        begin_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
+
+
+@gluon.jit
+def read_runs(pos, products, config):
+    """Return what was copied for a tile of keys, or (), and begin to copy for the next tile."""
+    if config.RUNS is None:
+        return ()
+    else:
+        numbers = read_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
+        copy_runs(pos - config.BLOCK_N, products, config)
+        return numbers
+
+
+@gluon.jit
+def by_function(scores, scale, pos, numbers, products, config):
+    """Return the scores of the tile that begins at position `pos`, times `scale`, as users' functions make them.
+
+    They are what `masked_scores` returns. A tensor of scores in several pieces has no offset.
+    """
     own, work = products.own, products.work
     q_pos, q_head, token = arguments_of_rows(own, work, config)
     low_pos = work.first_pos + work.token
     span = low_pos, low_pos + own.TOKENS - 1, pos + keys_of(own.cols) - 1
     kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
+    WHOLE: gl.constexpr = len(scores) == 1
     for i in gl.static_range(len(scores)):
-        score = config.FUNCTION(
-            scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows
-        )
+        score, factor, offset = config.FUNCTION(
+            scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows,
+            scale, WHOLE, numbers,
+        )  # fmt: skip
         changed = changed + (score,)
-    return changed
+    return changed, factor, offset
 
 
 @gluon.jit
@@ -129,11 +169,17 @@ def softmax_step(scores, m_i, l_i, pos, products, config, LIFT: gl.constexpr):
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
-    scores, exponent_scale = masked_scores(scores, pos, products, config, True)
-    m_new = gl.maximum(m_i, gl.max(scores[0], 1) * exponent_scale)
+    scores, exponent_scale, offset = masked_scores(scores, pos, (), products, config, True)
+    highest = gl.max(scores[0], 1) * exponent_scale
+    if len(offset) > 0:
+        highest += offset[0]
+    m_new = gl.maximum(m_i, highest)
     shift = gl.maximum(m_new, LOWEST)  # a row that has seen no key: -inf - -inf is NaN
     alpha = gl.exp2(m_i - shift)
-    p = gl.exp2(scores[0] * by_row(exponent_scale) - (shift - LIFT)[:, None])
+    away = shift - LIFT
+    if len(offset) > 0:
+        away -= offset[0]
+    p = gl.exp2(scores[0] * by_row(exponent_scale) - away[:, None])
     if len(l_i.shape) == 1:
         l_i = l_i * alpha + gl.sum(p, 1)
     else:
