@@ -30,7 +30,7 @@ COMPOSITIONS = 30  # of a world
 
 
 def multiply(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-    """Multiply tiles one column after the other, as no shape changes it. The order of NumPy's sums depends on shapes."""
+    """Multiply tiles one column after the other. NumPy orders sums by the shapes, and tensor cores do not."""
     x, y = (
         interpreter._convert_float(each.data, each.dtype, tl.float16, None).view(np.float16)
         if each.dtype.primitive_bitwidth == 8
