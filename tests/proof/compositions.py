@@ -120,9 +120,8 @@ class Composition:
 
     def trees(self, launch: Any) -> np.ndarray:
         """Return the trees of the results of each token, [tokens, heads, head_dim_v + 1]; the last is of the lse."""
-        problem, spec = self.world.problem, self.world.problem.spec
-        q, shape = problem.q[self.rows], (len(self.rows), spec.num_q_heads, spec.head_dim_v)
-        out, lse = torch.full(shape, float("nan"), dtype=spec.dtype), torch.full(shape[:2], float("nan"))
+        problem, q = self.world.problem, self.world.problem.q[self.rows]
+        out, lse = self.empty_state()
         size = launch.scratch_size()
         workspace, tracer = scratch.allocate(size, torch.device("cpu")), Tracer()
         tensors = tensors_of(problem) | {"q": q}
@@ -132,13 +131,30 @@ class Composition:
         results = tracer.add(out), tracer.add(lse)
         if launch.num_partitions:
             tracer.add(workspace[size.counters :].view(torch.float32))
-        runner, queries = launch.bind(self.batch, workspace), q
-        if spec.latent:
-            queries = q[:, :, : spec.kv_lora_rank], q[:, :, spec.kv_lora_rank :]
+        runner = launch.bind(self.batch, workspace)
         with tracer.tracing(choose.variant_of(launch)):
-            runner(queries, problem.cache, out, lse, *(problem.tables.get(name) for name in ("sinks", "alibi_slopes")))
+            self.run(runner, q, out, lse)
         self.state = quire.State(out, lse)
         return np.concatenate([results[0].read_all(), results[1].read_all()[:, :, None]], 2)
+
+    def empty_state(self) -> quire.State:
+        """Return a state of NaN of the batch's tokens."""
+        spec = self.world.problem.spec
+        shape = len(self.rows), spec.num_q_heads, spec.head_dim_v
+        return quire.State(torch.full(shape, float("nan"), dtype=spec.dtype), torch.full(shape[:2], float("nan")))
+
+    def run(self, runner: Any, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Attend."""
+        problem, rank = self.world.problem, self.world.problem.spec.kv_lora_rank
+        queries = (q[:, :, :rank], q[:, :, rank:]) if problem.spec.latent else q
+        runner(queries, problem.cache, out, lse, *(problem.tables.get(name) for name in ("sinks", "alibi_slopes")))
+
+    def attend(self, launch: Any) -> quire.State:
+        """Return the results of each token, of a launch that nothing traces."""
+        state = self.empty_state()
+        workspace = scratch.allocate(launch.scratch_size(), torch.device("cpu"))
+        self.run(launch.bind(self.batch, workspace), self.world.problem.q[self.rows], *state)
+        return state
 
     def by_token(self, launch: Any) -> Iterator[tuple[int, int, np.ndarray]]:
         """Yield the sequence and the position of each token, and the trees of its results."""

@@ -375,6 +375,7 @@ def mla_kernel(
     COMBINE_ROOM: tl.constexpr,  # of Partial
     FUNCTION: tl.constexpr,  # of LatentTiling
     BOUNDS: tl.constexpr,  # jit function of a mask's bounds, or None
+    COMBINE_LAUNCH: tl.constexpr,  # another launch folds the states of splits (`portable/combine.py`)
 ):  # fmt: skip
     if PDL:  # this kernel may start before the previous one in the stream has ended
         if is_found_now:  # by the launch before this one, for which `load_part` has to wait
@@ -419,7 +420,7 @@ def mla_kernel(
         poison = tl.where(is_as_planned(sequence, known) & (planned == num_units), 0.0, float("nan"))
         num_bands = tl.cdiv(q_len * NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS)
         next_seq, next_block, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
-        ends_early = (not more) & (part.size <= EARLY_EXIT_MAX_TILES)
+        ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
         start, stop = first + low, first + high  # in units of the sequence
         if PER_ROW_MASK and FIXED_SPLIT == 0:  # tiles that no row of this row block sees are left out
@@ -502,6 +503,10 @@ def mla_kernel(
                 gdc_launch_dependents()
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, RANK, FIXED_SPLIT > 0)
+        elif COMBINE_LAUNCH:
+            left = (FIXED_SPLIT == 0) | (low == 0)  # later splits are stored already
+            slot = (band_unit + high - 1) * ROW_BLOCKS + row_block
+            store_partial(scratch, acc, m_i, l_i, columns, slot, rows.owned & left, BLOCK_M, P)
         else:
             is_last, slots = store_and_arrive(
                 scratch, acc, m_i, l_i, columns, partition, row_block, low, band_unit, planned, part.size, BLOCK_M, P

@@ -102,8 +102,8 @@ class MLALaunch(PortableLaunch):
         rope = spec.qk_rope_head_dim
         drop = (
             "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "BLOCK_D", "BLOCK_DV", "FULL_TILE_LOOP", "MULTI_BLOCK",
-            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "COMBINE_LAUNCH", "WGMMA",
-            "OWN_ROWS", "MIN_QUERIES",
+            "MAX_DECODE_QUERIES", "FULL_TILE_LOOP_MIN_TILES", "INTERVALS", "MORE_INTERVALS", "WGMMA", "OWN_ROWS",
+            "MIN_QUERIES",
         )  # fmt: skip
         return {name: value for name, value in super().constexprs().items() if name not in drop} | {
             "NUM_Q_HEADS": spec.num_q_heads, "RANK": spec.kv_lora_rank, "ROPE": rope, "BLOCK_C": config.block_dv,
@@ -160,6 +160,7 @@ class MLARunner(KernelRunner):
         read = None if extras is None else self.passed(extras)
         tensors = q_nope, q_pe, out, out_scale, lse, sinks, alibi_slopes, cache, read, found
         self.kernel(self.grid, tensors, None, self.arguments)
+        self.launch_combine(cache, cache.k_scale if cache.scale_kind != "record" else None, out, out_scale, lse, sinks)
 
     def arguments(
         self,

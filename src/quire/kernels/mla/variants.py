@@ -49,6 +49,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
             num_partitions=1,
             combine_cost=LATENT_COSTS.combine_cost if chosen else 0.0,
             fixed_split_size=FIXED_SPLIT_SIZE if options.batch_invariant else 0,
+            partials_at_once=int(options.batch_invariant),
         )
         if launch.max_units >= MAX_UNITS and not within:
             return f"{launch.max_units} tiles"

@@ -141,19 +141,19 @@ class PortableLaunch:
 
     def num_combine_programs(self, num_tokens: int) -> int:
         """Return the programs of the second launch, for a batch of `num_tokens` query tokens."""
-        rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.partial_rows
+        rows = self.num_row_blocks(num_tokens) * self.lanes * self.partial_rows
         return rows * (self.config.block_dv // self.combine_columns)
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
-        names = "NUM_KV_HEADS", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "PDL"
-        of_kernel, columns = constexprs_of(self), self.combine_columns
+        spec, columns, has_pdl = self.request.spec, self.combine_columns, self.request.device.supports_pdl
         ahead = self.partials_at_once
         if self.fixed_split_size:
             ahead = 32 if columns <= 32 else 8
-        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
-        return {name: of_kernel[name] for name in names} | {
-            "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
+        options = {"launch_pdl": True} if has_pdl else {}
+        return {
+            "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM_V": spec.head_dim_v,
+            "BLOCK_DV": self.config.block_dv, "PDL": has_pdl, "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
             "STRIDE": self.lanes * self.partial_rows if self.fixed_split_size else 0,
         } | options  # fmt: skip
 

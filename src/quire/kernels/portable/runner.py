@@ -37,10 +37,18 @@ class KernelRunner:
         self.num_tokens, self.grid = -1, (0, 1, 1)  # of the last call
         self.scheduler = launch.scheduler(batch)
         self.placed: Any = None  # the schedule that the kernel's arguments name
+        self.combine: Any = None  # launches `combine_partials_kernel`
+        if launch.has_combine_launch:
+            from quire.kernels.portable.combine import combine_partials_kernel
+
+            self.combine = Kernel(combine_partials_kernel)
 
     def set_grid(self, num_tokens: int) -> None:
-        """Keep the grid for a batch of `num_tokens` query tokens."""
+        """Keep the grids for a batch of `num_tokens` query tokens."""
         self.num_tokens, self.grid = num_tokens, (self.decided.num_programs(num_tokens), 1, 1)
+        if self.combine is not None:
+            num_tokens = min(num_tokens, self.decided.request.bounds.num_tokens)
+            self.combine_grid = self.decided.num_combine_programs(num_tokens), 1, 1
 
     def find_schedule(self, unit: int) -> int | None:
         """Find the schedule of the batch if the kernel has one and it is not known, for units of so many keys.
@@ -64,13 +72,34 @@ class KernelRunner:
         return passed(self.decided.request.spec.extras, extras)
 
     def place(self, scheduler: "Scheduler") -> None:
-        """Let launches read the schedule where it is now."""
+        """Let both launches read the schedule where it is now."""
         self.placed = scheduler.tensors
         assert scheduler.tensors is not None
         starts, scratch, *numbers = self.fixed
         parts, cuts = scheduler.tensors
         self.fixed = starts, scratch._replace(parts=parts, cuts=cuts), *numbers
         self.kernel.compiled.clear()  # whose arguments have the former place
+        if self.combine is not None:
+            self.combine.compiled.clear()
+
+    def launch_combine(self, cache: PagedKVCache, v_scale: Any, *outputs: torch.Tensor | None) -> None:
+        """Launch what combines partials, if a second launch does; `outputs` are out, its scale, lse and sinks."""
+        if self.combine is not None:
+            tensors = *outputs, v_scale
+            self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
+
+    def combine_arguments(
+        self, cache: PagedKVCache, out: torch.Tensor, out_scale: Any, lse: Any, sinks: Any, v_scale: Any
+    ) -> "Arguments":
+        """Return the arguments of `combine_partials_kernel`, of which those after the cache are the first."""
+        from quire.kernels.launcher import Arguments
+
+        decided = self.decided
+        out = views.output_tensor(out, decided.request.device.native_fp8)
+        strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+        rows = decided.rows_of_partition[1], decided.partial_rows * decided.lanes // decided.request.spec.num_kv_heads
+        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
+        return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())
 
 
 def numbers_in(extras: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -97,25 +126,6 @@ class PortableRunner(KernelRunner):
         super().__init__(launch, batch, kernel, fixed)
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
-        self.combine: Any = None  # launches `combine_partials_kernel`
-        if launch.has_combine_launch:
-            from quire.kernels.launcher import Kernel
-            from quire.kernels.portable.combine import combine_partials_kernel
-
-            self.combine = Kernel(combine_partials_kernel)
-
-    def set_grid(self, num_tokens: int) -> None:
-        """Keep the grids for a batch of `num_tokens` query tokens."""
-        super().set_grid(num_tokens)
-        if self.combine is not None:
-            num_tokens = min(num_tokens, self.decided.request.bounds.num_tokens)
-            self.combine_grid = self.decided.num_combine_programs(num_tokens), 1, 1
-
-    def place(self, scheduler: "Scheduler") -> None:
-        """Let both launches read the schedule where it is now."""
-        super().place(scheduler)
-        if self.combine is not None:
-            self.combine.compiled.clear()
 
     def __call__(
         self,
@@ -144,10 +154,8 @@ class PortableRunner(KernelRunner):
         read = None if extras is None else self.passed(extras)
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, cache, new, rotated, read, found
         self.kernel(self.grid, tensors, rotation, arguments)
-        if self.combine is not None:
-            v_scale = None if cache.scale_kind == "token" else cache.v_scale
-            tensors = out, out_scale, lse, sinks, v_scale
-            self.combine(self.combine_grid, tensors, cache.kind, partial(self.combine_arguments, cache))
+        v_scale = None if cache.scale_kind == "token" else cache.v_scale
+        self.launch_combine(cache, v_scale, out, out_scale, lse, sinks)
 
     def runner_for(self, cache: PagedKVCache) -> "PortableRunner":
         """Return the runner of the launch that serves a cache: this one, or the fallback's."""
@@ -269,16 +277,3 @@ class PortableRunner(KernelRunner):
         extras = numbers_in(extras)
         tensors = q, out, out_scale, lse, sinks, alibi_slopes, pages, new, norm_rope, extras, is_found_now
         return Arguments(tensors, (layout, *self.fixed, *strides), meta)
-
-    def combine_arguments(
-        self, cache: PagedKVCache, out: torch.Tensor, out_scale: Any, lse: Any, sinks: Any, v_scale: Any
-    ) -> "Arguments":
-        """Return the arguments of `combine_partials_kernel`, of which those after the cache are the first."""
-        from quire.kernels.launcher import Arguments
-
-        decided = self.decided
-        out = views.output_tensor(out, decided.request.device.native_fp8)
-        strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        rows = decided.config.block_m, decided.partial_rows
-        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
-        return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())

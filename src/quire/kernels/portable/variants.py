@@ -267,7 +267,7 @@ def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
     if whole.max_decode_queries:  # of two launches, each has its own counters
         return USES[:1]
     if whole.fixed_split_size:
-        return USES
+        return USES[1:] if whole.partial_rows >= VERY_TALL else USES
     device = whole.request.device
     if not device.supports_pdl:
         return USES if device.has_mma_sync and whole.partial_rows >= VERY_TALL else USES[:1]
