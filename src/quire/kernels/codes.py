@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import formats, mods
-from quire.kernels.panels import panel_width
+from quire.kernels.panels import load_tile, panel_is_full, panel_width
 from quire.kernels.states import add_product, add_sums, total
 
 LEAST_SCALE = tl.constexpr(2.0**-96)  # of a value: with those below, sums of probabilities could be infinite
@@ -75,7 +75,9 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr):
+def times_block_scales(
+    numbers, ptrs, keep, MASKED: tl.constexpr, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr
+):
     """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N].
 
     Four scales are loaded at once where heads have a multiple of four. Each thread takes those of its own numbers. If
@@ -91,14 +93,15 @@ def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, 
         SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
         NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
         word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)
+        SOME: tl.constexpr = not panel_is_full(DIM, 4, T.BLOCK_M, T.MOST, i)
         is_one = word < DIM // BLOCK_COLUMNS // AT_ONCE
         shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
         if TURNED:
-            words = tl.load(ptrs[None, :] + word[:, None], mask=is_one[:, None] & keep[None, :], other=0)
+            words = load_tile(ptrs[None, :] + word[:, None], is_one[:, None], keep[None, :], SOME, MASKED)
             words = tl.broadcast_to(words[:, None, :], [NUM, WIDTH // NUM, T.BLOCK_N])
             words, shift = tl.reshape(words, [WIDTH, T.BLOCK_N]), shift[:, None]
         else:
-            words = tl.load(ptrs[:, None] + word[None, :], mask=keep[:, None] & is_one[None, :], other=0)
+            words = load_tile(ptrs[:, None] + word[None, :], keep[:, None], is_one[None, :], MASKED, SOME)
             words = tl.broadcast_to(words[:, :, None], [T.BLOCK_N, NUM, WIDTH // NUM])
             words, shift = tl.reshape(words, [T.BLOCK_N, WIDTH]), shift[None, :]
         scales = T.DECODE_SCALES(words.to(tl.int32), tl.broadcast_to(shift, words.shape)).to(numbers[0].dtype)

@@ -148,17 +148,14 @@ def e2m1x4(x):
     # and two masks move them in all four bytes at once, those of even columns or those of odd ones. A byte is the upper
     # half of a float16.
     a: tl.constexpr = """{
-        .reg .b32 s, m;
-        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
-        prmt.b32 $0, s, 0, 0x2404; }"""
+        .reg .b32 n; and.b32 n, $1, 0x0F0F0F0F; mad.lo.u32 n, n, 18, 0xF0F0F0F1;
+        prmt.b32 n, n, 0, 0x2404; and.b32 $0, n, 0x8E008E00; }"""
     b: tl.constexpr = """{
         .reg .b32 s, m;
         shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
         prmt.b32 $0, s, 0, 0x2404; }"""
     c: tl.constexpr = """{
-        .reg .b32 s, m;
-        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
-        and.b32 $0, s, 0xFF00FF00; }"""
+        .reg .b32 n; and.b32 n, $1, 0x0F0F0F0F; mad.lo.u32 n, n, 18, 0xF0F0F0F1; and.b32 $0, n, 0x8E008E00; }"""
     d: tl.constexpr = """{
         .reg .b32 s, m;
         shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
