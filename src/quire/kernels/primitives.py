@@ -47,6 +47,7 @@ class Tiling(NamedTuple):
     DECODE_V: Any = None  # of values, where there is a format
     IN_PTX: Any = False  # its decoders are instructions of PTX
     DECODE_SCALES: Any = None  # from words with four block scales each, where there are some
+    DECODE_PLACED: Any = None  # from pairs of words, where turned products have them so
 
 
 class Scoring(NamedTuple):
@@ -375,18 +376,21 @@ def attend_tile(
     k = decode_panels(k, q[0].dtype, T.DECODE, T)
     if HAS_BLOCKS:
         offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
-        k = times_block_scales(k, cache.k_block + offs_block, keep, MASKED, T.HEAD_DIM, T, False)
+        places = None
+        if TURNED and T.DECODE_PLACED is not None:
+            places = kv.places + tl.minimum(pos, 0)  # plus 0, which the compiler cannot know: a load of this loop
+        k = times_block_scales(k, cache.k_block + offs_block, places, keep, MASKED, T.HEAD_DIM, T, False)
     if not TURNED:
         v = decode_panels(v, V_DTYPE, DECODE_V, T)
         if HAS_BLOCKS:
-            v = times_block_scales(v, cache.v_block + offs_block, keep, MASKED, T.HEAD_DIM_V, T, False)
+            v = times_block_scales(v, cache.v_block + offs_block, places, keep, MASKED, T.HEAD_DIM_V, T, False)
     scores = None  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(len(k)):
         scores = multiply(q[i], k[i] if TURNED else tl.trans(k[i]), scores, TURNED, T.INPUT_PRECISION)
     if TURNED:  # after that product, both pass through the same shared memory, where wgmma might still read keys
         v = decode_panels(v, V_DTYPE, DECODE_V, T)
         if HAS_BLOCKS:
-            v = times_block_scales(v, cache.v_block + offs_block, keep, MASKED, T.HEAD_DIM_V, T, True)
+            v = times_block_scales(v, cache.v_block + offs_block, places, keep, MASKED, T.HEAD_DIM_V, T, True)
     if T.PACKED_FP8:
         scores = scores * q[len(k)][:, None]
     v_scale = None
