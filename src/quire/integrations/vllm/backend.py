@@ -40,7 +40,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     """What vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES, *contract.ROTATED]
+    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES, *contract.FORMATS]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -76,7 +76,9 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if kv_cache_dtype in contract.ROTATED or KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
+        if kv_cache_dtype == contract.BLOCKED and head_size % contract.COLUMNS_OF_SCALE:
+            return f"head_size must be a multiple of {contract.COLUMNS_OF_SCALE} for {kv_cache_dtype}, got {head_size}"
+        if kv_cache_dtype in contract.FORMATS or KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
@@ -357,7 +359,7 @@ class QuireImpl(base.AttentionImpl):
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
         encodes = attn_type in ENCODERS
         self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
-        self.kv_format = None if encodes else contract.ROTATED.get(kv_cache_dtype)
+        self.kv_format = None if encodes else contract.FORMATS.get(kv_cache_dtype)
         self.turn: torch.Tensor | None = None  # how heads are rotated before they are stored, where there is a format
         self.spec = layer_spec(
             num_q_heads=num_heads,
@@ -512,6 +514,13 @@ class QuireImpl(base.AttentionImpl):
         """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
         if self.attn_type in ENCODERS:
             return unpaged(self.spec, layer._k_scale.device)
+        if self.kv_format == contract.BLOCKED:
+            k, v, *blocks = contract.blocked_pages(kv_cache, self.num_kv_heads)
+            of_blocks = dict(zip(("k_block_scale", "v_block_scale"), blocks, strict=True))
+            scales = layer._k_scale, layer._v_scale
+            self.bound = kv_cache
+            self.pages = PagedKVCache(k, v, "NHD", *scales, kv_format=self.kv_format, **of_blocks)
+            return self.with_slopes(kv_cache.device)
         if self.kv_format is not None:
             stored, width = kv_cache.view(torch.uint8), self.head_size // 2
             k, v, layout = contract.keys_and_values(stored, width)

@@ -38,6 +38,9 @@ MINIMAX_M3 = "vllm.models.minimax_m3"
 MODELS = {"MiniMaxM3SparseForCausalLM": MINIMAX_M3}  # architectures whose layers ask for no backend, and their homes
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
 ROTATED = {"int4_per_token_head": "int4"}  # vLLM's names of what Quire calls a kv_format, over rotated heads
+BLOCKED = "nvfp4"  # vLLM's and Quire's name of caches whose columns share scales in blocks
+FORMATS = ROTATED | {BLOCKED: BLOCKED}
+COLUMNS_OF_SCALE = 16
 SIGNS = 0x9E3779B9  # the seed of the signs by which vLLM rotates
 SCALE_BYTES = 4
 
@@ -165,7 +168,9 @@ def backend_names() -> Any:
 
 
 def bytes_with_scale(name: str, head_size: int) -> int:
-    """Return the bytes of a head and of its scale per token; 0 where vLLM's name is of a cache without such scales."""
+    """Return the bytes of a head and of its scales; 0 where vLLM's name is of a cache that holds none."""
+    if name == BLOCKED:
+        return head_size // 2 + head_size // COLUMNS_OF_SCALE
     if name in ROTATED:
         return head_size // 2 + SCALE_BYTES
     return head_size + SCALE_BYTES if name in TOKEN_SCALES else 0
@@ -174,7 +179,8 @@ def bytes_with_scale(name: str, head_size: int) -> int:
 class CacheShape:
     """The shape of a layer's cache: vLLM up to 0.28 asks a backend for it, and later for the bytes of a row.
 
-    With scales per token and head, a head's numbers are followed by their scale in float32.
+    With scales per token and head, a head's numbers are followed by their scale in float32. A page of nvfp4 is the
+    numbers of all its keys, their block scales, the numbers of the values and theirs.
     """
 
     @staticmethod
@@ -192,6 +198,8 @@ class CacheShape:
         key, value = (bytes_with_scale(name, size) for size in (spec.head_size, spec.head_size_v))
         if spec.state_content_bytes is not None or not key:
             return spec
+        if name == BLOCKED:  # keys and values are in rows of their own, as vLLM's backend for such caches has them
+            return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=key)
         return replace(spec, state_content_bytes=key + value)
 
     @staticmethod
@@ -268,6 +276,35 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
     """Return views of a layer's keys and values, and the name of their layout."""
     keys, values, layout = rows(kv_cache)
     return keys[..., :head_dim], values[..., :head_dim], layout
+
+
+def blocked_pages(kv_cache: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, ...]:
+    """Return views of what pages of nvfp4 hold: keys, values, the block scales of keys and those of values.
+
+    Each is [num_pages, page_size, num_kv_heads, bytes], whatever the order of slots and heads in memory is.
+    """
+    pages = kv_cache.view(torch.uint8)
+    if pages.dim() == 5:  # CacheShape's: [num_pages, 2, page_size, num_kv_heads, row]
+        by_slots = pages.stride(2) >= pages.stride(3)
+        page_size, row = pages.shape[2], pages.shape[4]
+    else:  # [num_pages, 2 * num_kv_heads, page_size, row]
+        by_slots = pages.stride(1) < pages.stride(2)
+        page_size, row = pages.shape[2:]
+    side, numbers = page_size * num_kv_heads * row, 8 * row // 9
+    last = sum((size - 1) * stride for size, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True))
+    if last != 2 * side - 1:
+        raise UnsupportedError(
+            f"kv_cache must have dense pages for {BLOCKED}, got strides {pages.stride()}; set --kv-cache-dtype fp8"
+        )
+
+    def view(first: int, width: int) -> torch.Tensor:
+        inner = (num_kv_heads * width, width) if by_slots else (width, page_size * width)
+        shape = len(pages), page_size, num_kv_heads, width
+        return pages.as_strided(shape, (pages.stride(0), *inner, 1), pages.storage_offset() + first)
+
+    k, v = view(0, numbers), view(side, numbers)
+    scales = (view(first + side * numbers // row, row - numbers) for first in (0, side))
+    return k, v, *(x.view(torch.float8_e4m3fn) for x in scales)
 
 
 def rotation(width: int, like: torch.Tensor) -> torch.Tensor:
