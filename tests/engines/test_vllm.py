@@ -422,6 +422,26 @@ def test_caches_with_block_scales(batch, kind):
     assert error_budget(problem, out).passed
 
 
+def test_pages_of_four_bits_are_dense_unless_they_are_handed_over():
+    """Results are the same bits however vLLM's cache is laid out, and whatever order a page's bytes have."""
+    problem = make_problem(replace(SPEC, head_dim=32, head_dim_v=32), ((7, 7), (20, 20)), device=DEVICE)
+    _, new = unwritten(problem)
+    outs = []
+    for kind in ("NHD", "HND", "rows", "rows, heads outside"):
+        pages, slots, heads, _ = problem.cache.k.shape
+        rows = torch.zeros(pages, slots, heads, 20, dtype=torch.uint8, device=DEVICE)  # with their scales
+        for hands_over in (False, True):
+            stored = vllm_cache(SimpleNamespace(k=rows, v=rows, scale_kind="none"), kind)
+            layer, builder = make_layer(problem, "int4_per_token_head")
+            layer.impl.hands_over = hands_over
+            common, query, _ = step_of(problem, pad=0, width=9)
+            step = builder.build(0, common.replace(slot_mapping=new["slot_mapping"]))
+            out = layer.impl.forward(layer, query, new["k"], new["v"], stored, step, torch.empty_like(query))
+            outs.append(out)
+            assert (layer.impl.pages.k.stride()[1] == 16) != hands_over, (kind, hands_over)
+    assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].count_nonzero() > 0
+
+
 def test_pages_with_gaps_are_refused_for_block_scales():
     problem = make_problem(replace(SPEC, kv_dtype=None, kv_format="nvfp4"), BATCHES["decode"], device=DEVICE)
     layer, builder = make_layer(problem, "nvfp4")

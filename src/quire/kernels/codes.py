@@ -124,19 +124,12 @@ def times_block_scales(
         BEFORE: tl.constexpr = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0)
         SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
         NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
-        if AT_ONCE == 4 and places is not None:
-            WORDS: tl.constexpr = DIM // BLOCK_COLUMNS // AT_ONCE
+        WORDS: tl.constexpr = DIM // BLOCK_COLUMNS // AT_ONCE
+        if AT_ONCE == 4 and WORDS > 1 and places is not None:  # single words are copied one thread after the other
             scales = placed_scales(
-                ptrs,
-                places,
-                keep,
-                BEFORE // SIZE // AT_ONCE,
-                numbers[4 * i].shape,
-                MASKED,
-                WORDS,
-                TURNED,
+                ptrs, places, keep, BEFORE // SIZE // AT_ONCE, numbers[4 * i].shape, MASKED, WORDS, TURNED,
                 T.DECODE_PLACED,
-            )
+            )  # fmt: skip
         else:
             SOME: tl.constexpr = not panel_is_full(DIM, 4, T.BLOCK_M, T.MOST, i)
             word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)

@@ -360,6 +360,7 @@ class QuireImpl(base.AttentionImpl):
         encodes = attn_type in ENCODERS
         self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
         self.kv_format = None if encodes else contract.FORMATS.get(kv_cache_dtype)
+        self.hands_over = getattr(contract.current_config(), "kv_transfer_config", None) is not None
         self.turn: torch.Tensor | None = None  # how heads are rotated before they are stored, where there is a format
         self.spec = layer_spec(
             num_q_heads=num_heads,
@@ -514,19 +515,8 @@ class QuireImpl(base.AttentionImpl):
         """Remember the layer's pages: views of vLLM's tensor, whose fp8 numbers have the dtype of bytes."""
         if self.attn_type in ENCODERS:
             return unpaged(self.spec, layer._k_scale.device)
-        if self.kv_format == contract.BLOCKED:
-            k, v, *blocks = contract.blocked_pages(kv_cache, self.num_kv_heads)
-            of_blocks = dict(zip(("k_block_scale", "v_block_scale"), blocks, strict=True))
-            scales = layer._k_scale, layer._v_scale
-            self.bound = kv_cache
-            self.pages = PagedKVCache(k, v, "NHD", *scales, kv_format=self.kv_format, **of_blocks)
-            return self.with_slopes(kv_cache.device)
         if self.kv_format is not None:
-            stored, width = kv_cache.view(torch.uint8), self.head_size // 2
-            k, v, layout = contract.keys_and_values(stored, width)
-            scales = contract.scales_of_tokens(stored, width)
-            self.turn = contract.rotation(self.head_size, torch.empty(0, dtype=self.spec.dtype, device=k.device))
-            self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales, kv_format=self.kv_format)
+            self.bound, self.pages = kv_cache, self.pages_of_format(layer, kv_cache.view(torch.uint8))
             return self.with_slopes(kv_cache.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in QUANTISED else (None, None)
@@ -534,6 +524,33 @@ class QuireImpl(base.AttentionImpl):
             scales = contract.scales_of_tokens(kv_cache.view(self.kv_dtype), self.head_size)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         return self.with_slopes(kv_cache.device)
+
+    def pages_of_format(self, layer: Any, stored: torch.Tensor) -> PagedKVCache:
+        """Return the pages of a cache below eight bits.
+
+        Those of nvfp4 are as vLLM has them. In vLLM's pages of int4, each head is followed by its scale, so heads begin
+        at any multiple of four bytes, and would be read in pieces of four. So unless pages are handed to other
+        programs, the bytes of a page have another order here.
+        """
+        width = self.head_size // 2
+        if self.kv_format == contract.BLOCKED:
+            parts = contract.dense_pages(stored, self.num_kv_heads, width)
+            if parts is None:
+                raise UnsupportedError(
+                    f"kv_cache must have dense pages for {self.kv_cache_dtype}, got strides {stored.stride()}; "
+                    "set --kv-cache-dtype fp8"
+                )
+            k, v, *scales = parts
+            k_blocks, v_blocks = (x.view(torch.float8_e4m3fn) for x in scales)
+            blocks = {"k_block_scale": k_blocks, "v_block_scale": v_blocks}
+            return PagedKVCache(k, v, "NHD", layer._k_scale, layer._v_scale, kv_format=self.kv_format, **blocks)
+        self.turn = contract.rotation(self.head_size, torch.empty(0, dtype=self.spec.dtype, device=stored.device))
+        parts = None if self.hands_over else contract.dense_pages(stored, self.num_kv_heads, width, by_slots=False)
+        if parts is None:
+            k, v, layout = contract.keys_and_values(stored, width)
+            return PagedKVCache(k, v, layout, *contract.scales_of_tokens(stored, width), kv_format=self.kv_format)
+        k, v, *scales = parts
+        return PagedKVCache(k, v, "NHD", *(x.view(torch.float32)[..., 0] for x in scales), kv_format=self.kv_format)
 
     def with_slopes(self, device: torch.device) -> PagedKVCache:
         """Return the pages; slopes are on their device then."""

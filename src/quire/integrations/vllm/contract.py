@@ -20,6 +20,7 @@ All of these are recognised by what vLLM has, not by its version number.
 
 import copyreg
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -278,33 +279,38 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
     return keys[..., :head_dim], values[..., :head_dim], layout
 
 
-def blocked_pages(kv_cache: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, ...]:
-    """Return views of what pages of nvfp4 hold: keys, values, the block scales of keys and those of values.
+def dense_pages(
+    kv_cache: torch.Tensor, num_kv_heads: int, numbers: int, by_slots: bool | None = None
+) -> tuple[torch.Tensor, ...] | None:
+    """Return views of pages that hold all keys, then their scales, then all values and their scales; None if not dense.
 
-    Each is [num_pages, page_size, num_kv_heads, bytes], whatever the order of slots and heads in memory is.
+    Each view is [num_pages, page_size, num_kv_heads, bytes]. A row of either side is `numbers` bytes and its scales.
+    Within a page, slots are outside of heads if `by_slots` is true, inside if it is false, or as the cache has them.
     """
     pages = kv_cache.view(torch.uint8)
+    page_size = pages.shape[2]
     if pages.dim() == 5:  # CacheShape's: [num_pages, 2, page_size, num_kv_heads, row]
-        by_slots = pages.stride(2) >= pages.stride(3)
-        page_size, row = pages.shape[2], pages.shape[4]
-    else:  # [num_pages, 2 * num_kv_heads, page_size, row]
-        by_slots = pages.stride(1) < pages.stride(2)
-        page_size, row = pages.shape[2:]
-    side, numbers = page_size * num_kv_heads * row, 8 * row // 9
-    last = sum((size - 1) * stride for size, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True))
-    if last != 2 * side - 1:
-        raise UnsupportedError(
-            f"kv_cache must have dense pages for {BLOCKED}, got strides {pages.stride()}; set --kv-cache-dtype fp8"
-        )
+        slot, head = pages.stride(2), pages.stride(3)
+    else:  # [num_pages, heads, page_size, row], of keys and values, or of each
+        head, slot = pages.stride(1), pages.stride(2)
+    side = math.prod(pages.shape[1:]) // 2
+    if (
+        sum((size - 1) * stride for size, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True))
+        != 2 * side - 1
+    ):
+        return None
+    if by_slots is None:
+        by_slots = slot >= head
 
     def view(first: int, width: int) -> torch.Tensor:
         inner = (num_kv_heads * width, width) if by_slots else (width, page_size * width)
         shape = len(pages), page_size, num_kv_heads, width
         return pages.as_strided(shape, (pages.stride(0), *inner, 1), pages.storage_offset() + first)
 
+    rows = page_size * num_kv_heads
     k, v = view(0, numbers), view(side, numbers)
-    scales = (view(first + side * numbers // row, row - numbers) for first in (0, side))
-    return k, v, *(x.view(torch.float8_e4m3fn) for x in scales)
+    scales = (view(first + rows * numbers, side // rows - numbers) for first in (0, side))
+    return k, v, *scales
 
 
 def rotation(width: int, like: torch.Tensor) -> torch.Tensor:
