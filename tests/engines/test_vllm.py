@@ -423,7 +423,7 @@ def test_caches_with_block_scales(batch, kind):
 
 
 def test_pages_of_four_bits_are_dense_unless_they_are_handed_over():
-    """Results are the same bits however vLLM's cache is laid out, and whatever order a page's bytes have."""
+    """Results are the same bits in every layout of vLLM's caches, whatever order a page's bytes have."""
     problem = make_problem(replace(SPEC, head_dim=32, head_dim_v=32), ((7, 7), (20, 20)), device=DEVICE)
     _, new = unwritten(problem)
     outs = []
