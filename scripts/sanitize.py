@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 import quire
+from quire.cache_formats import FORMATS as KV_FORMATS
+from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
-from quire.testing import Oracle, make_problem, unwritten
+from quire.testing import Oracle, make_problem, unwritten, with_tensors
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 CASES = (
@@ -52,6 +54,11 @@ CASES = (
     ({"head_dim": 512}, ((33, 9000), (40, 60), (1, 90)), {"kernel": "hopper"}),
 )
 E4M3 = torch.float8_e4m3fn
+FORMATS = (  # of few rows, of prompts, and with tiles of 128 rows
+    (((1, 900), (1, 33), (2, 500)), {"num_splits": 3}),
+    (((150, 300), (1, 90)), {}),
+    (((200, 300), (33, 90)), {"config": KernelConfig(128, 64, 8, 3, True, 1, block_d=128, block_dv=128)}),
+)
 LATENTS = (
     ({}, ((1, 700), (3, 40), (1, 0)), {"kernel": "mla"}, {}),
     ({"kv_dtype": E4M3}, ((1, 300), (2, 70)), {"kernel": "mla", "num_splits": 2}, {}),
@@ -61,6 +68,7 @@ LATENTS = (
 )
 PRODUCTS = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.07, kv_dtype=E4M3, allow_fp8=True)
 ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
+ALL += [(quire.AttentionSpec(**HEADS, kv_format=name), *case, {}) for name in KV_FORMATS for case in FORMATS]
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
 ALL.append((PRODUCTS, ((1, 9000), (2, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}))
 ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
@@ -77,10 +85,9 @@ def on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, quire.PagedKVCache):
-        scale = on_cpu(value.k_scale)
         if value.is_latent:
-            return quire.PagedKVCache.from_latents(value.latents.cpu(), value.head_dim_v, scale=scale)
-        return quire.PagedKVCache(value.k.cpu(), value.v.cpu(), value.layout, scale, on_cpu(value.v_scale))
+            return quire.PagedKVCache.from_latents(value.latents.cpu(), value.head_dim_v, scale=on_cpu(value.k_scale))
+        return with_tensors(value, torch.Tensor.cpu)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: on_cpu(getattr(value, f.name)) for f in fields(value) if f.init})
     return value

@@ -110,6 +110,7 @@ def test_what_is_served_and_what_is_refused_by_name():
         {},
         {"kv_cache_dtype": "fp8_e5m2"},
         *({"kv_cache_dtype": some} for some in contract.TOKEN_SCALES),
+        {"kv_cache_dtype": "nvfp4"},
         {"dtype": torch.float32},
         {"kv_cache_dtype": "bfloat16"},
         {"use_batch_invariant": True},
@@ -120,7 +121,7 @@ def test_what_is_served_and_what_is_refused_by_name():
     for refused, reason in (
         ({"use_mla": True}, "MLA"),
         ({"head_size": 576}, "head_size"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "nvfp4", "head_size": 40}, "head_size must be a multiple of 16 for nvfp4, got 40"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype must be auto or fp8"),
         ({"device_capability": SimpleNamespace(major=7, minor=5)}, "compute capability"),
     ):
@@ -385,6 +386,68 @@ def test_caches_with_scales_per_token_and_head(batch, dtype, kind):
     out = layer.impl.forward(layer, query, new["k"] * 3, new["v"] / 2, kv_cache, step, torch.empty_like(query))
     assert torch.equal(kv_cache.view(torch.uint8), vllm_cache(stored, kind).view(torch.uint8))
     assert error_budget(problem, out).passed
+
+
+def blocked_cache(cache: quire.PagedKVCache, kind: str) -> torch.Tensor:
+    """Return the same pages of nvfp4 as a vLLM of this `kind` keeps them."""
+    blocks = (x.view(torch.uint8) for x in (cache.k_block_scale, cache.v_block_scale))
+    parts = [x for pair in zip((cache.k, cache.v), blocks, strict=True) for x in pair]  # NHD
+    by_slots = kind in ("NHD", "rows, heads outside")
+    memory = torch.cat([(x if by_slots else x.transpose(1, 2)).flatten(1) for x in parts], 1)
+    slots, heads = cache.k.shape[1:3]
+    if kind.startswith("rows"):  # as from 0.29 on
+        dense = memory.view(len(memory), *((slots, 2 * heads) if by_slots else (2 * heads, slots)), -1)
+        return dense.transpose(1, 2) if by_slots else dense
+    dense = memory.view(len(memory), 2, *((slots, heads) if by_slots else (heads, slots)), -1)
+    return dense if by_slots else dense.transpose(2, 3)
+
+
+@pytest.mark.parametrize("kind", ["NHD", "HND", "rows", "rows, heads outside"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_caches_with_block_scales(batch, kind):
+    """A page is the numbers of its keys, their block scales, the numbers of the values, and theirs."""
+    spec = replace(SPEC, head_dim=32, head_dim_v=32, kv_dtype=None, kv_format="nvfp4")
+    problem = make_problem(spec, BATCHES[batch], device=DEVICE)
+    for scale in (problem.cache.k_scale, problem.cache.v_scale):
+        scale.fill_(scale[0])  # vLLM has one of a layer
+    layer, builder = make_layer(problem, "nvfp4")
+    kv_cache = blocked_cache(problem.cache, kind)
+    assert error_budget(problem, attend(layer, builder, problem, kv_cache)).passed
+    _, new = unwritten(problem)
+    quire.write_kv(new["k"] * 3, new["v"] / 2, problem.cache, new["slot_mapping"])
+    common, query, _ = step_of(problem, pad=0, width=9)
+    step = builder.build(0, common.replace(slot_mapping=new["slot_mapping"]))
+    out = layer.impl.forward(layer, query, new["k"] * 3, new["v"] / 2, kv_cache, step, torch.empty_like(query))
+    assert torch.equal(kv_cache, blocked_cache(problem.cache, kind))
+    assert error_budget(problem, out).passed
+
+
+def test_pages_of_four_bits_are_dense_unless_they_are_handed_over():
+    """Results are the same bits in every layout of vLLM's caches, whatever order a page's bytes have."""
+    problem = make_problem(replace(SPEC, head_dim=32, head_dim_v=32), ((7, 7), (20, 20)), device=DEVICE)
+    _, new = unwritten(problem)
+    outs = []
+    for kind in ("NHD", "HND", "rows", "rows, heads outside"):
+        pages, slots, heads, _ = problem.cache.k.shape
+        rows = torch.zeros(pages, slots, heads, 20, dtype=torch.uint8, device=DEVICE)  # with their scales
+        for hands_over in (False, True):
+            stored = vllm_cache(SimpleNamespace(k=rows, v=rows, scale_kind="none"), kind)
+            layer, builder = make_layer(problem, "int4_per_token_head")
+            layer.impl.hands_over = hands_over
+            common, query, _ = step_of(problem, pad=0, width=9)
+            step = builder.build(0, common.replace(slot_mapping=new["slot_mapping"]))
+            out = layer.impl.forward(layer, query, new["k"], new["v"], stored, step, torch.empty_like(query))
+            outs.append(out)
+            assert (layer.impl.pages.k.stride()[1] == 16) != hands_over, (kind, hands_over)
+    assert all(torch.equal(out, outs[0]) for out in outs) and outs[0].count_nonzero() > 0
+
+
+def test_pages_with_gaps_are_refused_for_block_scales():
+    problem = make_problem(replace(SPEC, kv_dtype=None, kv_format="nvfp4"), BATCHES["decode"], device=DEVICE)
+    layer, builder = make_layer(problem, "nvfp4")
+    wide = blocked_cache(problem.cache, "rows").repeat(1, 1, 2, 1)[:, :, ::2]
+    with pytest.raises(quire.UnsupportedError, match="kv_cache must have dense pages for nvfp4, got strides"):
+        attend(layer, builder, problem, wide)
 
 
 @pytest.mark.parametrize("kind", ["NHD", "HND", "rows"])
@@ -940,6 +1003,38 @@ def test_int8_with_scales_per_token_writes_the_tokens_of_attention_to_rounded_ke
     expected = [greedy(model, p) for p in prompts()]
     generated, _ = serve(tmp_path, max_num_batched_tokens=32, kv_cache_dtype="int8_per_token_head")
     assert generated == [expected] and expected != exact
+
+
+@pytest.mark.slow
+def test_nvfp4_writes_the_tokens_of_attention_to_keys_in_four_bits(tmp_path):
+    model = make_model("llama", tmp_path)
+    exact = [greedy(model, p) for p in prompts()]
+    transformers.AttentionInterface.register("in_e2m1", in_e2m1)
+    model.set_attn_implementation("in_e2m1")
+    expected = [greedy(model, p) for p in prompts()]
+    generated, _ = serve(tmp_path, max_num_batched_tokens=32, kv_cache_dtype="nvfp4")
+    assert generated == [expected] and expected != exact
+
+
+def in_e2m1(module, query, key, value, attention_mask, scaling, **others):
+    """Transformers' eager attention to keys and values in e2m1, with a scale in e4m3 of 16 columns each."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    even = torch.arange(8) % 2 == 0  # of two numbers as near, the one whose last bit is 0
+
+    def stored(x):
+        groups = x.float().unflatten(-1, (-1, 16))
+        scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
+        away = ((groups / scale).abs().clamp(max=6)[..., None] - grid).abs()
+        near = away == away.amin(-1, keepdim=True)
+        nearest = (near * (1 + even)).argmax(-1)
+        return (grid[nearest] * groups.sign() * scale).flatten(-2)
+
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (stored(x).repeat_interleave(groups, 1) for x in (key, value))
+    scores = query.float() @ keys.transpose(2, 3) * scaling
+    out_of_sight = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[3] - scores.shape[2] + 1)
+    out = scores.masked_fill(out_of_sight, float("-inf")).softmax(-1) @ values
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 def in_four_bits(module, query, key, value, attention_mask, scaling, **others):

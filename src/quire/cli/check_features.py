@@ -200,7 +200,9 @@ FEATURES = (
     Feature("nvfp4 cache", {"kv_format": "nvfp4"}),
     Feature("nvfp4 cache, split keys, HND", {"kv_format": "nvfp4"}, plan={"num_splits": 3}, problem={"layout": "HND"}),
     Feature("K8V4 cache", {"kv_format": "k8v4"}),
+    Feature("nvfp4 cache, batch-invariant", {"kv_format": "nvfp4"}, ((1, 700), (3, 300)), {"batch_invariant": True}),
     Feature("K8V4 cache, split keys", {"kv_format": "k8v4"}, plan={"num_splits": 3}),
+    Feature("K8V4 cache, batch-invariant", {"kv_format": "k8v4"}, ((1, 700), (3, 300)), {"batch_invariant": True}),
     Feature("fp8 e4m3 output", out_scale=0.02),
     Feature("fp8 e4m3 output, split keys", lens=((1, 300), (1, 5), (1, 0)), plan={"num_splits": 5}, out_scale=0.02),
     Feature("captured in a graph", lens=((1, 300), (1, 5), (1, 200)), captured=True),
@@ -213,6 +215,7 @@ FEATURES = (
     Feature("new tokens, int8 cache", {"kv_dtype": torch.int8}, ((1, 130), (4, 20), (1, 0)), append=True),
     Feature("new tokens, int4 cache", {"kv_format": "int4"}, ((1, 130), (4, 20), (1, 0)), append=True),
     Feature("new tokens, nvfp4 cache", {"kv_format": "nvfp4"}, ((1, 130), (4, 20), (1, 0)), append=True),
+    Feature("new tokens, K8V4 cache", {"kv_format": "k8v4"}, ((1, 130), (4, 20), (1, 0)), append=True),
 )
 DECODING, DRAFTS = ((1, 130), (1, 1), (1, 0), (1, 77)), ((4, 300), (4, 20), (4, 3), (0, 9))
 LATENT_FEATURES = (

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import formats, mods
-from quire.kernels.panels import panel_width
+from quire.kernels.panels import load_tile, panel_is_full, panel_width
 from quire.kernels.states import add_product, add_sums, total
 
 LEAST_SCALE = tl.constexpr(2.0**-96)  # of a value: with those below, sums of probabilities could be infinite
@@ -75,11 +75,45 @@ def queries_for_codes(q, NUM: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr):
+def placed_scales(
+    ptrs, places, keep, BEFORE: tl.constexpr, SHAPE: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr,
+    TURNED: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """Return the block scales of the numbers of a panel, from the words of a head after the first BEFORE.
+
+    Triton decodes numbers where `tl.dot` wants them if they follow from loads of the loop alone. Else they pass through
+    shared memory, for which one warp waits. So which byte is the scale of a number comes from memory too: `places`,
+    from `views.places_of_scales`.
+    """
+    place = places + tl.arange(0, SHAPE[0] if TURNED else SHAPE[1])
+    place = tl.broadcast_to(tl.load(place[:, None] if TURNED else place[None, :]), SHAPE)
+    scales = None
+    for j in tl.static_range(((SHAPE[0] if TURNED else SHAPE[1]) + 31) // 32):  # a pair of words each
+        low = load_word(ptrs, keep, BEFORE + 2 * j, MASKED, WORDS, TURNED)
+        high = load_word(ptrs, keep, BEFORE + 2 * j + 1, MASKED, WORDS, TURNED)
+        found = DECODE(tl.broadcast_to(low, SHAPE), tl.broadcast_to(high, SHAPE), place)
+        scales = found if j == 0 else tl.where(place < 16 * j, scales, found)
+    return scales
+
+
+@triton.jit
+def load_word(ptrs, keep, i: tl.constexpr, MASKED: tl.constexpr, WORDS: tl.constexpr, TURNED: tl.constexpr):
+    """Load the i-th word of each key, or the last one, as a column, or as a row if TURNED."""
+    at = ptrs + (i if i < WORDS else WORDS - 1)
+    if TURNED:
+        return load_tile(at[None, :], None, keep[None, :], False, MASKED)
+    else:
+        return load_tile(at[:, None], keep[:, None], None, MASKED, False)
+
+
+@triton.jit
+def times_block_scales(
+    numbers, ptrs, places, keep, MASKED: tl.constexpr, DIM: tl.constexpr, T: tl.constexpr, TURNED: tl.constexpr
+):
     """Multiply the panels of a tile's heads by their block scales, which are at `ptrs` [BLOCK_N].
 
     Four scales are loaded at once where heads have a multiple of four. Each thread takes those of its own numbers. If
-    TURNED, rows of panels are columns of heads.
+    TURNED, rows of panels are columns of heads. If places is not None, `placed_scales` says what it is for.
     """
     AT_ONCE: tl.constexpr = 4 if DIM // BLOCK_COLUMNS % 4 == 0 else 1
     if AT_ONCE == 4:
@@ -90,18 +124,27 @@ def times_block_scales(numbers, ptrs, keep, DIM: tl.constexpr, T: tl.constexpr, 
         BEFORE: tl.constexpr = i * panel_width(DIM, 4, T.BLOCK_M, T.MOST, 0)
         SIZE: tl.constexpr = BLOCK_COLUMNS // 4  # of a group in a panel: its columns are 4 apart
         NUM: tl.constexpr = WIDTH // SIZE // AT_ONCE
-        word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)
-        is_one = word < DIM // BLOCK_COLUMNS // AT_ONCE
-        shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
-        if TURNED:
-            words = tl.load(ptrs[None, :] + word[:, None], mask=is_one[:, None] & keep[None, :], other=0)
-            words = tl.broadcast_to(words[:, None, :], [NUM, WIDTH // NUM, T.BLOCK_N])
-            words, shift = tl.reshape(words, [WIDTH, T.BLOCK_N]), shift[:, None]
+        WORDS: tl.constexpr = DIM // BLOCK_COLUMNS // AT_ONCE
+        if AT_ONCE == 4 and WORDS > 1 and places is not None:  # single words are copied one thread after the other
+            scales = placed_scales(
+                ptrs, places, keep, BEFORE // SIZE // AT_ONCE, numbers[4 * i].shape, MASKED, WORDS, TURNED,
+                T.DECODE_PLACED,
+            )  # fmt: skip
         else:
-            words = tl.load(ptrs[:, None] + word[None, :], mask=keep[:, None] & is_one[None, :], other=0)
-            words = tl.broadcast_to(words[:, :, None], [T.BLOCK_N, NUM, WIDTH // NUM])
-            words, shift = tl.reshape(words, [T.BLOCK_N, WIDTH]), shift[None, :]
-        scales = T.DECODE_SCALES(words.to(tl.int32), tl.broadcast_to(shift, words.shape)).to(numbers[0].dtype)
+            SOME: tl.constexpr = not panel_is_full(DIM, 4, T.BLOCK_M, T.MOST, i)
+            word = BEFORE // SIZE // AT_ONCE + tl.arange(0, NUM)
+            is_one = word < DIM // BLOCK_COLUMNS // AT_ONCE
+            shift = tl.arange(0, WIDTH) // SIZE % AT_ONCE * 8
+            if TURNED:
+                words = load_tile(ptrs[None, :] + word[:, None], is_one[:, None], keep[None, :], SOME, MASKED)
+                words = tl.broadcast_to(words[:, None, :], [NUM, WIDTH // NUM, T.BLOCK_N])
+                words, shift = tl.reshape(words, [WIDTH, T.BLOCK_N]), shift[:, None]
+            else:
+                words = load_tile(ptrs[:, None] + word[None, :], keep[:, None], is_one[None, :], MASKED, SOME)
+                words = tl.broadcast_to(words[:, :, None], [T.BLOCK_N, NUM, WIDTH // NUM])
+                words, shift = tl.reshape(words, [T.BLOCK_N, WIDTH]), shift[None, :]
+            scales = T.DECODE_SCALES(words.to(tl.int32), tl.broadcast_to(shift, words.shape))
+        scales = scales.to(numbers[0].dtype)
         for j in tl.static_range(4):
             scaled = scaled + (numbers[4 * i + j] * scales,)
     return scaled

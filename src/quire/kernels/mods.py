@@ -148,17 +148,14 @@ def e2m1x4(x):
     # and two masks move them in all four bytes at once, those of even columns or those of odd ones. A byte is the upper
     # half of a float16.
     a: tl.constexpr = """{
-        .reg .b32 s, m;
-        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
-        prmt.b32 $0, s, 0, 0x2404; }"""
+        .reg .b32 n; and.b32 n, $1, 0x0F0F0F0F; mad.lo.u32 n, n, 18, 0xF0F0F0F1;
+        prmt.b32 n, n, 0, 0x2404; and.b32 $0, n, 0x8E008E00; }"""
     b: tl.constexpr = """{
         .reg .b32 s, m;
         shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
         prmt.b32 $0, s, 0, 0x2404; }"""
     c: tl.constexpr = """{
-        .reg .b32 s, m;
-        shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, s, 0x80808080, m, 0xEA;
-        and.b32 $0, s, 0xFF00FF00; }"""
+        .reg .b32 n; and.b32 n, $1, 0x0F0F0F0F; mad.lo.u32 n, n, 18, 0xF0F0F0F1; and.b32 $0, n, 0x8E008E00; }"""
     d: tl.constexpr = """{
         .reg .b32 s, m;
         shr.b32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 s, $1, 0x80808080, m, 0xEA;
@@ -197,6 +194,22 @@ def byte_of_words(words, shift):
 @triton.jit
 def byte_of_words_in_software(words, shift):
     return e4m3_in_software((words >> shift) & 0xFF, tl.float16)
+
+
+@triton.jit
+def byte_of_pair(low, high, place):
+    """Return the e4m3 number in the byte of two words that the lowest three bits of `place` name."""
+    asm: tl.constexpr = """{
+        .reg .b32 a, b; .reg .b16 both;
+        prmt.b32 a, $1, $3, $5; prmt.b32 b, $2, $4, $6; prmt.b32 a, a, b, 0x0040; cvt.u16.u32 both, a;
+        cvt.rn.f16x2.e4m3x2 $0, both; }"""
+    args = low, high, place
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r", args, dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def byte_of_pair_in_software(low, high, place):
+    return e4m3_in_software((tl.where((place & 4) == 0, low, high) >> ((place & 3) * 8)) & 0xFF, tl.float16)
 
 
 @triton.jit
@@ -303,16 +316,23 @@ def fp8x2_decoder(dtype: torch.dtype, native_fp8x2: bool) -> Any:
     return FP8X2_DECODERS[dtype][native_fp8x2]
 
 
-def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any, Any]:
-    """Return the decoders of keys and of values, from 16-bit elements, and that of block scales, or None."""
+def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any, Any, Any]:
+    """Return the decoders of keys and of values, from 16-bit elements, and two of block scales, or None.
+
+    The second one is for `codes.placed_scales`, where each number's scale is decoded: not in integer arithmetic of PTX.
+    """
 
     def decoder_of(name: str) -> Any:
         if name == "e4m3":
             return fp8x2_decoder(torch.float8_e4m3fn, device.native_fp8x2)
         return CODES_DECODERS[name][device.has_ptx]
 
-    of_scales = (byte_of_words_in_software, byte_of_words)[device.native_fp8x2] if form.has_blocks else None
-    return decoder_of(form.k.name), decoder_of(form.v.name), of_scales
+    of_scales = placed = None
+    if form.has_blocks:
+        of_scales = (byte_of_words_in_software, byte_of_words)[device.native_fp8x2]
+        in_software = None if device.has_ptx else byte_of_pair_in_software
+        placed = byte_of_pair if device.native_fp8x2 else in_software
+    return decoder_of(form.k.name), decoder_of(form.v.name), of_scales, placed
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

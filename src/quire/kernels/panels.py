@@ -91,6 +91,18 @@ def columns_of(DIM: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, MOST: 
 
 
 @triton.jit
+def load_tile(ptrs, rows, columns, SOME_ROWS: tl.constexpr, SOME_COLUMNS: tl.constexpr):
+    """Load a tile; of only some rows or columns, those of these masks."""
+    if SOME_ROWS and SOME_COLUMNS:
+        return tl.load(ptrs, mask=rows & columns, other=0.0)
+    if SOME_ROWS:
+        return tl.load(ptrs, mask=rows, other=0.0)
+    if SOME_COLUMNS:
+        return tl.load(ptrs, mask=columns, other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
 def interleaved(a, b):
     """Return the columns of two panels in turn."""
     pairs = tl.join(a, b)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.codes import each_of, queries_for_codes, scores_of_codes, times_block_scales, weighted_step
-from quire.kernels.panels import columns_of, elements_of, is_turned, num_panels, panel_is_full
+from quire.kernels.panels import columns_of, elements_of, is_turned, load_tile, num_panels, panel_is_full
 from quire.kernels.rotate import load_rotated
 from quire.kernels.states import encode, kept_step, multiply, softmax_step
 
@@ -47,6 +47,7 @@ class Tiling(NamedTuple):
     DECODE_V: Any = None  # of values, where there is a format
     IN_PTX: Any = False  # its decoders are instructions of PTX
     DECODE_SCALES: Any = None  # from words with four block scales each, where there are some
+    DECODE_PLACED: Any = None  # from pairs of words, where turned products have them so
 
 
 class Scoring(NamedTuple):
@@ -375,29 +376,32 @@ def attend_tile(
     k = decode_panels(k, q[0].dtype, T.DECODE, T)
     if HAS_BLOCKS:
         offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
-        k = times_block_scales(k, cache.k_block + offs_block, keep, T.HEAD_DIM, T, False)
+        places = None
+        if TURNED and T.DECODE_PLACED is not None:
+            places = kv.places + tl.minimum(pos, 0)  # plus 0, which the compiler cannot know: a load of this loop
+        k = times_block_scales(k, cache.k_block + offs_block, places, keep, MASKED, T.HEAD_DIM, T, False)
     if not TURNED:
         v = decode_panels(v, V_DTYPE, DECODE_V, T)
         if HAS_BLOCKS:
-            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, False)
+            v = times_block_scales(v, cache.v_block + offs_block, places, keep, MASKED, T.HEAD_DIM_V, T, False)
     scores = None  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(len(k)):
         scores = multiply(q[i], k[i] if TURNED else tl.trans(k[i]), scores, TURNED, T.INPUT_PRECISION)
     if TURNED:  # after that product, both pass through the same shared memory, where wgmma might still read keys
         v = decode_panels(v, V_DTYPE, DECODE_V, T)
         if HAS_BLOCKS:
-            v = times_block_scales(v, cache.v_block + offs_block, keep, T.HEAD_DIM_V, T, True)
+            v = times_block_scales(v, cache.v_block + offs_block, places, keep, MASKED, T.HEAD_DIM_V, T, True)
     if T.PACKED_FP8:
         scores = scores * q[len(k)][:, None]
     v_scale = None
     if T.TOKEN_SCALES:
         offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
-        k_scale = tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)
+        k_scale = load_tile(cache.k_scale + offs_scale, keep, None, MASKED, False)
         if T.FORMAT is None:
             scores *= k_scale[None, :]
         else:
             scores = scores_of_codes(scores, q[len(k) + 1], k_scale, T)
-        v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
+        v_scale = load_tile(cache.v_scale + offs_scale, keep, None, MASKED, False)
         if SCALE_V:
             scaled = ()
             for i in tl.static_range(len(v)):
@@ -547,15 +551,3 @@ def decode_panels(stored, dtype: tl.constexpr, DECODE: tl.constexpr, T: tl.const
         else:
             numbers = numbers + (DECODE(stored[i], dtype),)
     return numbers
-
-
-@triton.jit
-def load_tile(ptrs, rows, columns, SOME_ROWS: tl.constexpr, SOME_COLUMNS: tl.constexpr):
-    """Load a tile; of only some rows or columns, those of these masks."""
-    if SOME_ROWS and SOME_COLUMNS:
-        return tl.load(ptrs, mask=rows & columns, other=0.0)
-    if SOME_ROWS:
-        return tl.load(ptrs, mask=rows, other=0.0)
-    if SOME_COLUMNS:
-        return tl.load(ptrs, mask=columns, other=0.0)
-    return tl.load(ptrs)

@@ -114,6 +114,7 @@ class KVLayout(NamedTuple):
     block_page: int | None = None  # strides of block scales, if there are some
     block_slot: int | None = None
     block_head: int | None = None
+    places: Any = None  # [128] int32, from `places_of_scales`
 
     @property
     def of_elements(self) -> tuple[int, ...]:
@@ -215,6 +216,15 @@ def kv_layout(cache: PagedKVCache, batch: Batch, element: torch.dtype, *, share_
         batch.tree_bits,
         *(() if cache.k_block_scale is None else cache.block_strides),
     )
+
+
+def places_of_scales(device: torch.device) -> torch.Tensor:
+    """Return where the block scale of each four columns is: the byte of a pair of words, plus 16 for each pair before.
+
+    The numbers are written in a plan's life: those of a captured graph may be written by its replays alone.
+    """
+    group = torch.arange(128, dtype=torch.int32, device=device) // 4
+    return group % 8 + 16 * (group // 8)
 
 
 def lists_of(chosen: ChosenKeys) -> Lists:

@@ -21,8 +21,8 @@ LARGE = 1 << 31  # bytes of a cache, as servers have it: on AMD's GPUs, kernels 
 def begin(impl: Any, quantised: bool) -> None:
     """Begin the warm-up of a layer, unless one like it has begun or none will follow.
 
-    None is begun for an encoder, for a layer that shares another's keys, for scales of each token, and where ranks
-    share contexts.
+    None is begun for an encoder, for a layer that shares another's keys, for scales of each token or block, and where
+    ranks share contexts.
 
     Args:
         impl: the layer's attention.
@@ -31,7 +31,7 @@ def begin(impl: Any, quantised: bool) -> None:
     config = contract.current_config()
     if config is None or not torch.cuda.is_available() or not captures_steps(config) or not warms_up(config):
         return
-    per_token = contract.TOKEN_SCALES.keys() | contract.ROTATED.keys()
+    per_token = contract.TOKEN_SCALES.keys() | contract.FORMATS.keys()
     is_decoder = impl.spec.causal and getattr(impl, SHARES) is None and impl.kv_cache_dtype not in per_token
     page_size = config.cache_config.block_size
     if not is_decoder or not page_size or config.parallel_config.decode_context_parallel_size > 1:

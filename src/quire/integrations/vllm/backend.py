@@ -40,7 +40,7 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     """What vLLM asks before it chooses a backend."""
 
     supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES, *contract.ROTATED]
+    supported_kv_cache_dtypes: ClassVar = ["auto", *KV_DTYPES, *contract.FORMATS]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -76,7 +76,9 @@ class QuireBackend(contract.CacheShape, base.AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *rest: Any
     ) -> str | None:
-        if kv_cache_dtype in contract.ROTATED or KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
+        if kv_cache_dtype == contract.BLOCKED and head_size % contract.COLUMNS_OF_SCALE:
+            return f"head_size must be a multiple of {contract.COLUMNS_OF_SCALE} for {kv_cache_dtype}, got {head_size}"
+        if kv_cache_dtype in contract.FORMATS or KV_DTYPES.get(kv_cache_dtype or "auto", dtype) in (dtype, *QUANTISED):
             return None
         return f"kv_cache_dtype must be auto or fp8 for a model in {dtype}, got {kv_cache_dtype}"
 
@@ -357,7 +359,8 @@ class QuireImpl(base.AttentionImpl):
         dtype = torch.get_default_dtype()  # the model's, while its layers are made
         encodes = attn_type in ENCODERS
         self.kv_dtype = dtype if encodes else KV_DTYPES.get(kv_cache_dtype, dtype)
-        self.kv_format = None if encodes else contract.ROTATED.get(kv_cache_dtype)
+        self.kv_format = None if encodes else contract.FORMATS.get(kv_cache_dtype)
+        self.hands_over = getattr(contract.current_config(), "kv_transfer_config", None) is not None
         self.turn: torch.Tensor | None = None  # how heads are rotated before they are stored, where there is a format
         self.spec = layer_spec(
             num_q_heads=num_heads,
@@ -513,11 +516,7 @@ class QuireImpl(base.AttentionImpl):
         if self.attn_type in ENCODERS:
             return unpaged(self.spec, layer._k_scale.device)
         if self.kv_format is not None:
-            stored, width = kv_cache.view(torch.uint8), self.head_size // 2
-            k, v, layout = contract.keys_and_values(stored, width)
-            scales = contract.scales_of_tokens(stored, width)
-            self.turn = contract.rotation(self.head_size, torch.empty(0, dtype=self.spec.dtype, device=k.device))
-            self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales, kv_format=self.kv_format)
+            self.bound, self.pages = kv_cache, self.pages_of_format(layer, kv_cache.view(torch.uint8))
             return self.with_slopes(kv_cache.device)
         k, v, layout = contract.keys_and_values(kv_cache.view(self.kv_dtype), self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self.kv_dtype in QUANTISED else (None, None)
@@ -525,6 +524,33 @@ class QuireImpl(base.AttentionImpl):
             scales = contract.scales_of_tokens(kv_cache.view(self.kv_dtype), self.head_size)
         self.bound, self.pages = kv_cache, PagedKVCache(k, v, layout, *scales)
         return self.with_slopes(kv_cache.device)
+
+    def pages_of_format(self, layer: Any, stored: torch.Tensor) -> PagedKVCache:
+        """Return the pages of a cache below eight bits.
+
+        Those of nvfp4 are as vLLM has them. In vLLM's pages of int4, each head is followed by its scale, so heads begin
+        at any multiple of four bytes, and would be read in pieces of four. So unless pages are handed to other
+        programs, the bytes of a page have another order here.
+        """
+        width = self.head_size // 2
+        if self.kv_format == contract.BLOCKED:
+            parts = contract.dense_pages(stored, self.num_kv_heads, width)
+            if parts is None:
+                raise UnsupportedError(
+                    f"kv_cache must have dense pages for {self.kv_cache_dtype}, got strides {stored.stride()}; "
+                    "set --kv-cache-dtype fp8"
+                )
+            k, v, *scales = parts
+            k_blocks, v_blocks = (x.view(torch.float8_e4m3fn) for x in scales)
+            blocks = {"k_block_scale": k_blocks, "v_block_scale": v_blocks}
+            return PagedKVCache(k, v, "NHD", layer._k_scale, layer._v_scale, kv_format=self.kv_format, **blocks)
+        self.turn = contract.rotation(self.head_size, torch.empty(0, dtype=self.spec.dtype, device=stored.device))
+        parts = None if self.hands_over else contract.dense_pages(stored, self.num_kv_heads, width, by_slots=False)
+        if parts is None:
+            k, v, layout = contract.keys_and_values(stored, width)
+            return PagedKVCache(k, v, layout, *contract.scales_of_tokens(stored, width), kv_format=self.kv_format)
+        k, v, *scales = parts
+        return PagedKVCache(k, v, "NHD", *(x.view(torch.float32)[..., 0] for x in scales), kv_format=self.kv_format)
 
     def with_slopes(self, device: torch.device) -> PagedKVCache:
         """Return the pages; slopes are on their device then."""

@@ -20,6 +20,7 @@ All of these are recognised by what vLLM has, not by its version number.
 
 import copyreg
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,9 @@ MINIMAX_M3 = "vllm.models.minimax_m3"
 MODELS = {"MiniMaxM3SparseForCausalLM": MINIMAX_M3}  # architectures whose layers ask for no backend, and their homes
 TOKEN_SCALES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}  # vLLM's names
 ROTATED = {"int4_per_token_head": "int4"}  # vLLM's names of what Quire calls a kv_format, over rotated heads
+BLOCKED = "nvfp4"  # vLLM's and Quire's name of caches whose columns share scales in blocks
+FORMATS = ROTATED | {BLOCKED: BLOCKED}
+COLUMNS_OF_SCALE = 16
 SIGNS = 0x9E3779B9  # the seed of the signs by which vLLM rotates
 SCALE_BYTES = 4
 
@@ -165,7 +169,9 @@ def backend_names() -> Any:
 
 
 def bytes_with_scale(name: str, head_size: int) -> int:
-    """Return the bytes of a head and of its scale per token; 0 where vLLM's name is of a cache without such scales."""
+    """Return the bytes of a head and of its scales; 0 where vLLM's name is of a cache that holds none."""
+    if name == BLOCKED:
+        return head_size // 2 + head_size // COLUMNS_OF_SCALE
     if name in ROTATED:
         return head_size // 2 + SCALE_BYTES
     return head_size + SCALE_BYTES if name in TOKEN_SCALES else 0
@@ -174,7 +180,8 @@ def bytes_with_scale(name: str, head_size: int) -> int:
 class CacheShape:
     """The shape of a layer's cache: vLLM up to 0.28 asks a backend for it, and later for the bytes of a row.
 
-    With scales per token and head, a head's numbers are followed by their scale in float32.
+    With scales per token and head, a head's numbers are followed by their scale in float32. A page of nvfp4 is the
+    numbers of all its keys, their block scales, the numbers of the values and theirs.
     """
 
     @staticmethod
@@ -192,6 +199,8 @@ class CacheShape:
         key, value = (bytes_with_scale(name, size) for size in (spec.head_size, spec.head_size_v))
         if spec.state_content_bytes is not None or not key:
             return spec
+        if name == BLOCKED:  # keys and values are in rows of their own, as vLLM's backend for such caches has them
+            return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=key)
         return replace(spec, state_content_bytes=key + value)
 
     @staticmethod
@@ -268,6 +277,40 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
     """Return views of a layer's keys and values, and the name of their layout."""
     keys, values, layout = rows(kv_cache)
     return keys[..., :head_dim], values[..., :head_dim], layout
+
+
+def dense_pages(
+    kv_cache: torch.Tensor, num_kv_heads: int, numbers: int, by_slots: bool | None = None
+) -> tuple[torch.Tensor, ...] | None:
+    """Return views of pages that hold all keys, then their scales, then all values and their scales; None if not dense.
+
+    Each view is [num_pages, page_size, num_kv_heads, bytes]. A row of either side is `numbers` bytes and its scales.
+    Within a page, slots are outside of heads if `by_slots` is true, inside if it is false, or as the cache has them.
+    """
+    pages = kv_cache.view(torch.uint8)
+    page_size = pages.shape[2]
+    if pages.dim() == 5:  # CacheShape's: [num_pages, 2, page_size, num_kv_heads, row]
+        slot, head = pages.stride(2), pages.stride(3)
+    else:  # [num_pages, heads, page_size, row], of keys and values, or of each
+        head, slot = pages.stride(1), pages.stride(2)
+    side = math.prod(pages.shape[1:]) // 2
+    if (
+        sum((size - 1) * stride for size, stride in zip(pages.shape[1:], pages.stride()[1:], strict=True))
+        != 2 * side - 1
+    ):
+        return None
+    if by_slots is None:
+        by_slots = slot >= head
+
+    def view(first: int, width: int) -> torch.Tensor:
+        inner = (num_kv_heads * width, width) if by_slots else (width, page_size * width)
+        shape = len(pages), page_size, num_kv_heads, width
+        return pages.as_strided(shape, (pages.stride(0), *inner, 1), pages.storage_offset() + first)
+
+    rows = page_size * num_kv_heads
+    k, v = view(0, numbers), view(side, numbers)
+    scales = (view(first + rows * numbers, side // rows - numbers) for first in (0, side))
+    return k, v, *scales
 
 
 def rotation(width: int, like: torch.Tensor) -> torch.Tensor:

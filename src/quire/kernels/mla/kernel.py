@@ -20,8 +20,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels import mods
+from quire.kernels.panels import load_tile
 from quire.kernels.portable.reduce import Partial, store_and_arrive, store_combined, store_partial
-from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, load_tile, scale_to_float16, table_row
+from quire.kernels.primitives import Scoring, find_pages, find_rows, load_rows, scale_to_float16, table_row
 from quire.kernels.schedule import (
     Sequence,
     Units,

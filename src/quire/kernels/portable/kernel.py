@@ -396,6 +396,7 @@ def portable_kernel(
     # Of Tiling:
     FORMAT: tl.constexpr = None, DECODE_V: tl.constexpr = None, IN_PTX: tl.constexpr = False,
     DECODE_SCALES: tl.constexpr = None,
+    DECODE_PLACED: tl.constexpr = None,
     BESIDE_M: tl.constexpr = 0, BESIDE_N: tl.constexpr = 0,  # rows and keys of tiles of partitions next to row blocks
 ):  # fmt: skip
     HAS_PARTS: tl.constexpr = is_found_now is not None
@@ -407,6 +408,7 @@ def portable_kernel(
         SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
         WGMMA and FIXED_SPLIT > 0 and BLOCK_M >= 64, NEW_TOKENS, ENCODE, BLOCK_M if OWN_ROWS else 0,
         ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX, DECODE_SCALES,
+        DECODE_PLACED,
     )  # fmt: skip
     # With packed fp8, fewer programs of an SM would have registers for sums of columns, unless products are turned. A
     # warp adds those of its own rows without others.
@@ -470,6 +472,7 @@ def portable_kernel(
                 WIDE_OFFSETS, SCORE_MOD, DECODE, PACKED_FP8, TOKEN_SCALES, INPUT_PRECISION, PER_ROW_MASK, STRIDE_UNIT,
                 False, NEW_TOKENS, ENCODE, 0, ROTARY_DIM, INTERLEAVED, FUNCTION, FORMAT, DECODE_V, IN_PTX,
                 DECODE_SCALES,
+                DECODE_PLACED,
             )  # fmt: skip
             FB: tl.constexpr = Form(
                 True, False, FULL_TILE_LOOP_MIN_TILES, 0, 1 if PACKED_FP8 else num_sums(BESIDE_M, BESIDE_N), BOUNDS,

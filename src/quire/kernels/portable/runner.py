@@ -7,6 +7,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.cache_formats import FORMATS
 from quire.dispatch.request import MOST_NEW_TOKENS
 from quire.kernels import views
 from quire.kernels.launch import bind_fallback, constexprs_of
@@ -126,6 +127,9 @@ class PortableRunner(KernelRunner):
         super().__init__(launch, batch, kernel, fixed)
         self.workspace = workspace
         self.fallback: Any = None  # bound when it is first needed
+        kv_format = launch.request.spec.kv_format
+        has_blocks = kv_format is not None and FORMATS[kv_format].has_blocks
+        self.places = views.places_of_scales(batch.device) if has_blocks else None
 
     def __call__(
         self,
@@ -240,10 +244,10 @@ class PortableRunner(KernelRunner):
         packed = self.decided.packs_fp8(cache)
         of_format: dict[str, Any] = {}
         if cache.kv_format is not None:
-            decode, decode_v, decode_scales = mods.decoders_of_format(cache.form, device)
+            decode, decode_v, *of_scales = mods.decoders_of_format(cache.form, device)
             element, packed = torch.int16, True
             of_format = {"FORMAT": cache.kv_format, "DECODE_V": decode_v, "IN_PTX": device.has_ptx}
-            of_format |= {"DECODE_SCALES": decode_scales}
+            of_format |= {"DECODE_SCALES": of_scales[0], "DECODE_PLACED": of_scales[1]}
         elif packed:
             element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
         else:
@@ -269,7 +273,8 @@ class PortableRunner(KernelRunner):
             out.stride(1),
             0 if lse is None else lse.stride(0),
         )
-        pages, layout = views.cache_tensors(cache, element), views.kv_layout(cache, batch, element)
+        pages = views.cache_tensors(cache, element)
+        layout = views.kv_layout(cache, batch, element)._replace(places=self.places)
         meta["STRIDE_UNIT"] = views.stride_unit(*layout.of_elements, *strides[1:5])
         out = views.output_tensor(out, device.native_fp8)
         if is_found_now is not None:

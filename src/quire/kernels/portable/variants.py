@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from quire.cache_formats import FORMATS
 from quire.dispatch.config import COSTS, ROWS_OF_PRODUCT, CostModel, KernelConfig, padded, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
@@ -50,12 +51,16 @@ TURNED = {
 }
 
 
-def with_turned(of_bytes: dict[int, str]) -> dict[int, str]:
+# With block scales, numbers take longer, and loads may be further ahead.
+TURNED_IN_BLOCKS = TURNED | {128: "8x32 w1 s5u p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj"}
+
+
+def with_turned(of_bytes: dict[int, str], turned: dict[int, str] = TURNED) -> dict[int, str]:
     """Return the configurations for numbers below eight bits, from those for bytes, by the columns of a head."""
-    return {width: f"{text}, {TURNED[width]}" if width in TURNED else text for width, text in of_bytes.items()}
+    return {width: f"{text}, {turned[width]}" if width in turned else text for width, text in of_bytes.items()}
 
 
-CONFIGS[0] = with_turned(CONFIGS[1])
+CONFIGS[0], CONFIGS[-1] = with_turned(CONFIGS[1]), with_turned(CONFIGS[1], TURNED_IN_BLOCKS)
 # Where all products are mma.sync's: the same of an H200 with the code for sm80, but that no kernel is for Hopper GPUs.
 OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1]
@@ -74,7 +79,7 @@ OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
         "128x64 w8 s2u p1 /wj",
     },
 }
-OF_MMA_SYNC[0] = with_turned(OF_MMA_SYNC[1])
+OF_MMA_SYNC[0] = OF_MMA_SYNC[-1] = with_turned(OF_MMA_SYNC[1])
 # Where products are neither wgmma's nor mma.sync's, nothing was swept: row blocks have as many rows as a sequence, up
 # to so many, and longer sequences are cut if row blocks are fewer than so many for each SM.
 MOST_OWN_ROWS, FILLED = 64, 0.75
@@ -82,7 +87,7 @@ MOST_OWN_ROWS, FILLED = 64, 0.75
 OF_MFMA: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1] | {64: "16x32 w4 s1 p2, 16x128 w4 s3 p2, 64x32 w4 s3u p2"},
 }
-OF_MFMA[0] = OF_MFMA[1]
+OF_MFMA[0] = OF_MFMA[-1] = OF_MFMA[1]
 MAX_DECODE_ROWS = 16  # in a mixed batch, sequences with at most this many rows go to the decode launch
 WGMMA_ROWS = 64  # of a tile, from which on wgmma multiplies
 MIXED_ROWS = 64  # of a tile, and of a sequence, from which on decoding sequences may have tiles of their own
@@ -433,8 +438,10 @@ def name_of(config: KernelConfig) -> str:
 
 
 def bytes_of_number(spec: AttentionSpec) -> int:
-    """Return the whole bytes of a cached number, 0 below eight bits; or those of float32 queries."""
-    return 4 if spec.dtype.itemsize == 4 else 0 if spec.kv_format else spec.kv_dtype.itemsize
+    """Return the whole bytes of a cached number, 0 below eight bits, -1 with block scales; or those of float32."""
+    if spec.dtype.itemsize == 4 or spec.kv_format is None:
+        return 4 if spec.dtype.itemsize == 4 else spec.kv_dtype.itemsize
+    return -1 if FORMATS[spec.kv_format].has_blocks else 0
 
 
 def entry_of(table: dict[int, Any], number: int) -> Any:
