@@ -947,6 +947,18 @@ def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
         assert torch.equal(quire.attention(parts, p.cache, plan), whole.out)
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_queries_of_latents_that_are_large_in_one_half_of_the_columns(half, take):
+    """Each of two warpgroups has half of the columns. Both scale theirs by one maximum, so none is above float16."""
+    take("wide")
+    spec = replace(latent_spec(40, torch.bfloat16, **E4M3), softmax_scale=192**-0.5 / 64)
+    p = make_problem(spec, ((1, 90), (2, 40)), page_size=64)
+    p.q[..., 256 * half : 256 * (half + 1)] *= 64
+    state, simulated = attend(p, make_plan(p, kernel="mla_hopper"))
+    verdict = error_budget(p, state)
+    assert verdict.passed and "mla_hopper_kernel" in simulated, verdict
+
+
 def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
     """Records. That kernel quantises its output too."""
     p = make_problem(latent_spec(2, **E4M3), ((1, 40), (1, 9)), page_size=64, one_query=True, layout="fp8_ds_mla")
@@ -1050,6 +1062,20 @@ def test_chosen_keys_of_latents(num_q_heads, records, lists, num_splits):
     verdict = error_budget(p, state)
     assert verdict.passed, (plan, verdict)
     assert simulated == ["chosen_hopper_kernel"] + ["combine_lists_kernel"] * (num_splits > 1)
+
+
+def test_chosen_keys_after_the_end_are_left_out():
+    """Lists name the key after the last one, and those behind it, in place of none."""
+    p, plan, expected, _ = solve_chosen(latent_spec(16), ((1, 100), (1, 130)), {"width": 90}, 1)
+    lists = p.batch.chosen.indices
+    none = lists < 0
+    assert none.any()
+    behind = p.batch.seq_lens[:, None] + none.cumsum(-1, dtype=torch.int32) - 1
+    batch = replace(p.batch, chosen=quire.ChosenKeys(torch.where(none, behind, lists)))
+    with simulated_hopper():
+        again = quire.plan(p.spec, batch, **p.bounds, num_splits=1)
+    found, _ = attend(replace(p, batch=batch), again)
+    assert again.kernel == plan.kernel == "chosen_hopper" and torch.equal(found.out, expected.out)
 
 
 @pytest.mark.slow

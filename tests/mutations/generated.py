@@ -46,7 +46,8 @@ HOPPER = (
 LATENTS = (
     SIMULATED + "latents", SIMULATED + "pages_of_latents", SIMULATED + "lengths_of_latents",
     SIMULATED + "products_of_latents_in_fp8", SIMULATED + "any_order_of_events_gives_the_same_bits_over_latents",
-    SIMULATED + "chosen_keys_of_latents",
+    SIMULATED + "chosen_keys_of_latents", SIMULATED + "queries_of_latents_that_are_large_in_one_half_of_the_columns",
+    SIMULATED + "chosen_keys_after_the_end_are_left_out",
 )  # fmt: skip
 ROTATIONS = (
     NORM_ROPE + "a_step_that_rotates_is_a_rotation_and_a_step",
@@ -102,7 +103,17 @@ GROUPS = {
     "kernels/hopper/work_tile.py": Judges(True, ("kernels/test_work_tile.py", *HOPPER)),
     "kernels/hopper/*.py": Judges(True, (*HOPPER, "kernels/test_order_of_work_tiles.py")),
     "kernels/mla_hopper/*.py": Judges(True, LATENTS),
-    "kernels/cpu/*.py": Judges(False, (*DENSE, "kernels/test_merge.py", "kernels/test_write.py", "test_cpu_path.py")),
+    "kernels/cpu/*.py": Judges(
+        False,
+        (
+            *DENSE,
+            "kernels/test_merge.py",
+            "kernels/test_write.py",
+            "kernels/test_formats.py",
+            "kernels/test_indexer.py",
+            "test_cpu_path.py",
+        ),
+    ),
     "distributed/*.py": Judges(False, ("test_distributed.py",)),
     "intervals.py": Judges(False, ("kernels/test_intervals.py", RIGHT_CALLS)),
     "draft_trees.py": Judges(False, ("kernels/test_draft_trees.py", RIGHT_CALLS)),
