@@ -76,14 +76,17 @@ IN_CAPPED_LOOPS = {64: (0, 0), 128: (0, 1), 256: (8, 8)}
 
 NO_SPILLS = ("sm80", *TUNED)  # targets whose default configurations must not spill
 FP8_PRODUCTS = ("sm90",)  # targets that have them; elsewhere the plan is that of "e4m3", as a test below says
-# Defaults of sm90 that do spill, with the most bytes that any Triton spills: they must not grow.
+# Defaults that do spill, with the most bytes that any Triton spills: they must not grow.
 # Of 256 columns, 128 rows are kept: 7 x 118 on 11,710 took 687 us, and 1,098 with 16 rows (NVIDIA H200, 2026-11-29).
 KNOWN_SPILLS = {
-    ("e4m3", "chunk, split", 128): 88,
-    ("e4m3", "chunk, split", 256): 368,
-    ("int4", "prompt", 128): 152,  # 32 rows, which have not been timed
-    ("nvfp4", "prefill", 64): 48,  # with Triton 3.7.1
+    ("sm90", "e4m3", "chunk, split", 128): 88,
+    ("sm90", "e4m3", "chunk, split", 256): 368,
+    ("sm90", "int4", "prompt", 128): 152,  # 32 rows, which have not been timed
+    ("sm90", "nvfp4", "prefill", 64): 48,  # with Triton 3.7.1
+    ("gfx942", "int4", "decode, split", 64): 84,  # with Triton 3.9.0
+    ("gfx942", "k8v4", "prompt", 256): 376,  # with Triton 3.9.0
 }
+LATENTS_KNOWN_SPILLS = {("gfx942", "e4m3", "drafts"): 44}  # with Triton 3.9.0; 36 with 3.8.0, none with 3.6.0
 CHOSEN_BY_DEFAULT = (*(("sm90", "slots of records"), ("gfx942", "blocks")),)
 CASES = [  # a kernel takes seconds, so each launch is a test, which two processes can share
     pytest.param(
@@ -101,9 +104,9 @@ CASES = [  # a kernel takes seconds, so each launch is a test, which two process
 ]
 ROTATION = [case.values for case in CASES]
 CASES += [
-    pytest.param(*("sm90", *case), id="-".join(map(str, ("sm90", *case))), marks=[pytest.mark.extended])
+    pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.extended])
     for case in KNOWN_SPILLS
-    if ("sm90", *case) not in ROTATION
+    if case not in ROTATION
 ]
 
 
@@ -439,7 +442,7 @@ def test_attention_compiles_fits_and_does_not_spill(target, features, batch, hea
         found = f"{batch}, head_dim {head_dim}: {needs}, {kernel.config}"
         print(f"{target:7} {features:18} {kernel.kernel:15} {found}")
         allowed = on_the_stack.get(kernel.kernel, BY_CHOICE if kernel.registers < REGISTERS else BESIDES_ALL_REGISTERS)
-        allowed = max(allowed, KNOWN_SPILLS.get((features, batch, head_dim), 0) if target == "sm90" else 0)
+        allowed = max(allowed, KNOWN_SPILLS.get((target, features, batch, head_dim), 0))
         held = target in TUNED and features not in MAY_SPILL
         # Without partitions, tiles of sm80 were not chosen by what spills: they take 16 to 304 bytes of the stack.
         held = held or (target == "sm80" and (features, plan.kernel) == ("plain", "split_kv"))
@@ -613,7 +616,7 @@ def test_batch_invariant_prompts_and_drafts_fit_with_two_accumulators(target, ba
         extended("sm90", (32, 8, 4096), (32, 8, 128), 32, (0, 0)),
         extended("sm90", (32, 8, 4096), (64, 8, 64), 64, (120, 160)),
         extended("sm90", (1, 2048, 2048), (16, 8, 256), 64, (712, 728)),
-        extended("sm80", (1, 4096, 4096), (32, 8, 128), 32, (0, 0)),
+        extended("sm80", (1, 4096, 4096), (32, 8, 128), 32, (0, 40)),
     ],
 )
 def test_batch_invariant_prompts_on_fp8_numbers_in_pairs_fit(target, lens, heads, rows, on_the_stack):
@@ -976,8 +979,9 @@ def test_attention_over_latents_compiles_fits_and_does_not_spill(target, feature
     print(f"{target:7} {features:18} {batch} {kernel}")
     assert kernel.shared <= TARGETS[target].shared_memory and kernel.occupancy >= 1, kernel
     if target in NO_SPILLS and features not in LATENTS_MAY_SPILL:
-        assert kernel.spills <= (ON_THE_STACK_OF_LATENTS if kernel.registers < REGISTERS else 0), kernel
-        if kernel.spills > BY_CHOICE:
+        known = LATENTS_KNOWN_SPILLS.get((target, features, batch), 0)
+        assert kernel.spills <= (ON_THE_STACK_OF_LATENTS if kernel.registers < REGISTERS else known), kernel
+        if kernel.spills > max(BY_CHOICE, known):
             assert not any(loops.count_kinds(loop)["local memory"] for loop in loops.attending(assembled[0]))
 
 
@@ -1070,13 +1074,13 @@ def test_batch_invariant_attention_over_latents_fits(target, features):
     ("target", "batch"), [extended("sm80", "decode"), each_kind("sm90", "decode"), extended("sm90", "many heads")]
 )
 def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
-    """Shared memory holds the queries, and two tiles in flight: keys and values are not two copies of a tile."""
+    """Shared memory holds queries, and a tile for each stage but one: keys and values are no two copies of a tile."""
     with compiling(TARGETS[target]) as compiled:
         plan = launches.attend_to_latents(batch, "bfloat16")
     config = plan.launch.config
     row, (kernel,) = 2 * (512 + 64), without_schedules(compiled)
-    tiles = kernel.shared - config.block_m * row
-    assert 2 * config.block_n * row <= tiles < 2.2 * config.block_n * row, kernel
+    tiles = (kernel.shared - config.block_m * row) / (config.block_n * row)
+    assert config.num_stages > 1 and config.num_stages - 1 <= tiles < config.num_stages - 0.8, kernel
 
 
 @pytest.mark.hopper
