@@ -102,7 +102,7 @@ IN_INTERPRETER = {
         ATTENTION + "features[window-1]",
     ),
     "values not masked": Mutant(
-        "kernels/primitives.py",
+        "kernels/panels.py",
         "tl.load(ptrs, mask=rows, other=0.0)",
         "tl.load(ptrs)",
         ATTENTION + "features[causal-1]",
@@ -130,8 +130,8 @@ IN_INTERPRETER = {
     ),
     "block scales of the first panel's half for all": Mutant(
         "kernels/codes.py",
-        "tl.load(ptrs[:, None] + word[None, :]",
-        "tl.load(ptrs[:, None] + 0 * word[None, :]",
+        "load_tile(ptrs[:, None] + word[None, :]",
+        "load_tile(ptrs[:, None] + 0 * word[None, :]",
         BITS + "attention_is_that_of_the_numbers[nvfp4-NHD-dtype0-1]",
     ),
     "the first of four block scales for all": Mutant(
@@ -139,12 +139,6 @@ IN_INTERPRETER = {
         "// SIZE % AT_ONCE * 8",
         "// SIZE % AT_ONCE * 0",
         BITS + "fewer_rows_than_a_product_has[nvfp4-3]",
-    ),
-    "values of fewer rows not masked": Mutant(
-        "kernels/primitives.py",
-        "keep[None, :], not panel_is_full(DIM, EACH, ROWS, MOST, i), MASKED",
-        "keep[None, :], not panel_is_full(DIM, EACH, ROWS, MOST, i), False",
-        BITS + "fewer_rows_than_a_product_has[int4-3]",
     ),
     "probabilities times scales beyond float16": Mutant(
         "kernels/codes.py",

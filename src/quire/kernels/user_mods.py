@@ -52,17 +52,11 @@ def function_of(spec: AttentionSpec, with_bounds: bool = False, in_ptx: bool = F
     return functions_of(spec, in_ptx)[name]
 
 
-def hopper_functions(spec: AttentionSpec, by_warps: bool, has_runs: bool) -> tuple[Any, Any]:
-    """Return the jit functions of the Hopper kernel: of scores, and of which runs of numbers that one reads, or None.
-
-    Args:
-        spec: what is computed.
-        by_warps: each warp's rows are tokens of one head.
-        has_runs: there is shared memory for a run of each row.
-    """
+def hopper_functions(spec: AttentionSpec, gluon: "Gluon") -> tuple[Any, Any]:
+    """Return the jit functions of the Hopper kernel: of scores, and of the runs of numbers that these read, or None."""
     if spec.score is None and spec.mask is None:
         return None, None
-    found = functions_of(spec, True, Gluon(by_warps, has_runs))
+    found = functions_of(spec, True, gluon)
     return found["scores"], found.get("runs")
 
 
@@ -76,8 +70,10 @@ def bounds_of(spec: AttentionSpec) -> Any:
 class Gluon(NamedTuple):
     """What `hopper_functions` is told of a kernel in Gluon."""
 
-    by_warps: bool
-    has_runs: bool
+    by_warps: bool  # each warp's rows are tokens of one head
+    has_runs: bool  # there is shared memory for a run of each row
+    windows: Any  # modules of the kernel, whose functions are called
+    runs: Any
 
 
 def functions_of(spec: AttentionSpec, in_ptx: bool = False, gluon: Gluon | None = None) -> dict[str, Any]:
@@ -187,8 +183,7 @@ def jit_functions(
     scope: dict[str, Any] = {"__name__": __name__, "triton": triton, "tl": tl, "exact_tanh": mods.tanh}
     scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
     if gluon is not None:
-        from quire.kernels.hopper import runs, windows  # here, since they import Gluon
-
+        windows, runs = gluon.windows, gluon.runs
         used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.unpacked
         scope |= {f.__name__: f for f in used}
         parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]

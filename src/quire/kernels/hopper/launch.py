@@ -179,13 +179,12 @@ class HopperLaunch:
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs, without those that a cache decides."""
         from quire.kernels import mods, user_mods
+        from quire.kernels.hopper import runs, windows
         from quire.kernels.hopper.softcap import capped_exponents, softcap
 
-        spec, config = self.request.spec, self.config
-        score_mod, (function, runs) = (
-            mods.score_mod(spec),
-            user_mods.hopper_functions(spec, self.has_warps_of_tokens, self.has_room_for_runs),
-        )
+        spec, config, score_mod = self.request.spec, self.config, mods.score_mod(self.request.spec)
+        gluon = user_mods.Gluon(self.has_warps_of_tokens, self.has_room_for_runs, windows, runs)
+        function, own_runs = user_mods.hopper_functions(spec, gluon)
         # That of batch-invariant plans rounds as the portable kernels do, and that of functions returns scores.
         if score_mod is mods.scaled:
             score_mod = None  # functions scale
@@ -200,7 +199,7 @@ class HopperLaunch:
             "FIXED_SPLIT": self.fixed_split_size, "CUT_SLOTS": self.cut_slots, "MIXED": self.is_mixed,
             "SPLIT_BY_TOKENS": config.apart,
             "PIECES": has_pieces(spec.head_dim_v, spec.kv_dtype.itemsize), "FUNCTION": function,
-            "RUNS": runs,
+            "RUNS": own_runs,
         }  # fmt: skip
 
     @property
