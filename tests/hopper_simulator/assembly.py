@@ -167,12 +167,12 @@ def inline_asm_elementwise(
     if text == REGISTERS:
         to = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}[dtype[0]]
         meaning = partial(pairs_of_registers, to=to)
-    elif any(word in text for word in ("setp", "shfl.sync", "cp.async", "even, odd")):
+    elif (known := MEANINGS.get(" ".join(text.split()))) is not None:
+        meaning = known
+    else:
         meaning = partial(
             in_warps, text=text, constraints=constraints, pack=pack, dtype=dtype, memory=RunMemory(machine)
         )
-    else:
-        meaning = MEANINGS[" ".join(text.split())]
     if is_pure:
         return computed(meaning)(*args)
     for x in args:
