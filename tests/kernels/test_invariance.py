@@ -67,6 +67,7 @@ def test_how_a_prompt_is_split_changes_nothing(features, device, assert_within_b
     problem = make_problem(spec, ((queries, length),), device=device)
     whole = attend(spec, problem, ((queries, length),))
     assert_within_budget(problem, whole)
+    assert equal(whole, attend(spec, problem, ((queries, length),), num_splits=1))  # one program for each row block
     for sizes in ((1, 3, 36), (10, 30), (17, 23)):
         at, parts = length - queries, []
         for size in sizes:
