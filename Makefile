@@ -132,14 +132,10 @@ test-interpreter: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) $(INTERPRETED)
 
 # Cases with the marker `extended`. pyproject.toml leaves them out of the other runs.
-# Triton 3.6.0 also runs what `test-old-triton` leaves out.
-test-extended: $(VENV)/.ready $(OLD_TRITON)/.ready
+test-extended: $(VENV)/.ready
 	@echo "== more cases of what other tests show: CPU path and compile suite, then Triton's interpreter, newest"
 	$(PYTEST) $(IN_PARALLEL) -m extended
 	TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) -m extended $(INTERPRETED)
-	@echo "== Triton 3.6.0: all cases of the compile suite for Hopper GPUs, of attention for one of AMD's, and the interpreter"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(IN_PARALLEL) tests/compile -m "hopper or amd"
-	PYTHONPATH=$(OLD_TRITON) TRITON_INTERPRET=1 $(PYTEST) $(IN_PARALLEL) tests/kernels
 
 # Two minutes of two cores: no compiler, not PyTorch's either, no engine, no mutants, no benchmark, few processes, and
 # every kernel in the interpreter.
