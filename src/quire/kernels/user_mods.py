@@ -184,7 +184,7 @@ def jit_functions(
     scope |= {f.__name__: f for f in (clamped, size_of, floor_divide, floor_modulo, fast_log, fast_tanh, times)}
     if gluon is not None:
         windows, runs = gluon.windows, gluon.runs
-        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.unpacked
+        used = windows.of_windows, windows.each_of_windows, windows.keys_of_windows, windows.spread, runs.read_run
         scope |= {f.__name__: f for f in used}
         parts += [combined_in_gluon(score, tile, mask is not None, gluon.by_warps, has_runs)]
     else:
@@ -236,7 +236,7 @@ def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool,
 
     It is as `combined` has it, but takes products of queries and keys, and their scale. It returns scores, what makes
     exponents in base 2 of them, and a tuple: of what is added to these, [M], or of nothing. WHOLE: scores are of the
-    whole tile. `numbers` are what was read of runs.
+    whole tile. `copied` is as `read_run` takes it.
     """
     lines = [f"offset, factor = (), {LOG2E!r}"]
     if score is None or tile is None:
@@ -268,7 +268,7 @@ def combined_in_gluon(score: Function | None, tile: Tile | None, has_mask: bool,
         else:
             lines += others
     lines += masked(has_mask, False) + ["return scores, factor, offset"]
-    return with_head(f"def scores({ARGUMENTS_OF_KERNELS}, scale, WHOLE: tl.constexpr, numbers):", lines)
+    return with_head(f"def scores({ARGUMENTS_OF_KERNELS}, scale, WHOLE: tl.constexpr, copied):", lines)
 
 
 def with_head(head: str, lines: list[str]) -> str:
@@ -299,7 +299,7 @@ def scores_of_forms(
         return [f"scores = {changed}"]
     lines = ["if span is None:", f"    scores = {changed}", "else:"]
     lines += indented([*scalars_of(tile), "rest = True"])
-    more = ", numbers" if has_runs else ""
+    more = ", copied" if has_runs else ""
     for form, serves in forms:
         # With few rows the kernel waits for memory, and registers of one more form cost a program on each SM.
         indent = "    "
@@ -366,7 +366,7 @@ class Writer:
             tile: of the function, for these.
         """
         arguments = [*map(own, ARGUMENTS), "extras", "of_rows"]
-        arguments += ["known", "pos", "cols", "numbers=None"] if form else []
+        arguments += ["known", "pos", "cols", "copied=None"] if form else []
         lines = ["@triton.jit", f"def {name}({', '.join(arguments)}):"]
         self.assigned = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
         self.form, self.tile, self.with_first, self.axes = form, tile, {"kv_pos"}, dict(ARGUMENTS)
@@ -490,7 +490,7 @@ class Writer:
         if self.form == "runs":
             return f"({pointer} + {begin}) + {first}, {pointer} + {begin}, {sizes[-1]}"
         if self.has_runs and by_key and self.form:
-            return f"unpacked(numbers, {extra.dtype is torch.bfloat16})"
+            return f"read_run(copied, score_.shape[1], {extra.dtype is torch.bfloat16})"
         if by_key:
             # A thread has keys that differ by multiples of 8, of which addresses differ by immediates. Without what
             # looks like a limit, the compiler would add these to the address of a row before the loop, in registers.

@@ -29,7 +29,6 @@ from quire.kernels.hopper.softcap import is_softcap, maximum_with_cap
 from quire.kernels.hopper.softmax import (
     copy_runs,
     masked_scores,
-    read_runs,
     scaled,
     softmax_step,
     sums_of_groups,
@@ -83,8 +82,7 @@ def attend_work_tile(products, memory, config):
     pos = work.tile * BLOCK_N
     copy_runs(pos, products, config)
     scores = first_scores(products, memory, zeros, config)
-    numbers = read_runs(pos, products, config)
-    scores, by, more = masked_scores(scores, pos, numbers, products, config, IN_HALVES)
+    scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
     p, state = first_softmax(scores, by, more, v_pipe.tiles.dtype)
     stop = tile_i + work.num_tiles
     k_stage, v_stage = tile_i, tile_i
@@ -103,7 +101,7 @@ def attend_work_tile(products, memory, config):
         accs = multiply_values(operands, v_pipe, v_stage, accs, HEAD_DIM_V)
         if NEXT_KEYS:
             k_stage = k_pipe.wait_without_fence(i + 1, i + 1 < stop)
-        numbers = read_runs(pos, products, config)
+        copy_runs(pos, products, config)
         scores = after(IN_FLIGHT, scores)
         if NEXT_KEYS:
             k_pipe.fence_copies()
@@ -115,7 +113,7 @@ def attend_work_tile(products, memory, config):
         done = warpgroup_mma_wait(0, deps=accs + operands)
         accs = done[:NUM_ACCS]
         v_pipe.release_operand(i - 1)
-        scores, by, more = masked_scores(scores, pos, numbers, products, config, IN_HALVES)
+        scores, by, more = masked_scores(scores, pos, products, config, IN_HALVES)
         p, accs, state = next_softmax(scores, accs, state, by, more, v_pipe.tiles.dtype)
     operands = operands_of(p, v_pipe, accs, BLOCK_N)
     accs = multiply_values(operands, v_pipe, v_pipe.wait(stop - 1), accs, HEAD_DIM_V)

@@ -1,8 +1,7 @@
 """Numbers that each row reads one after the other, from key to key backwards, as a relative bias by distance is.
 
 A thread would load one number for each score, from as many cache lines as a warp has rows. Here each warp copies its
-rows' runs of 16-bit numbers to shared memory, a tile ahead, and reads from there while products run. A register holds
-two of a tile's numbers, until the function adds them.
+rows' runs of 16-bit numbers to shared memory while products of their tile run. A tile that needs them reads from there.
 
 Copies are of 16 bytes, so a row has room for one more of them than numbers. What is not of the extra is not copied.
 """
@@ -15,7 +14,7 @@ from quire.kernels.hopper.products import PIECE, float32_each, joined, layout_of
 from quire.kernels.hopper.work_tile import ROWS
 
 EACH = gl.constexpr(PIECE.value // 2)  # registers of a thread in a piece
-REGISTERS = ".reg .b32 lane, part, low, at, to, off, size; .reg .b64 block, from; .reg .pred in; .reg .b16 even, odd; "
+REGISTERS = ".reg .b32 lane, part, low, at, to, off, size; .reg .b64 block, from; .reg .pred in; .reg .b16 none, half; "
 LANE = "mov.u32 lane, %laneid; and.b32 part, lane, 3; "
 ARRIVED = "cp.async.wait_all; bar.warp.sync 0xffffffff; "
 WAIT_TEXT = gl.constexpr("{ " + ARRIVED + " ".join(f"mov.b32 ${i}, 0;" for i in range(EACH.value)) + " }")
@@ -59,9 +58,10 @@ def copy_text(keys):
 
 
 @gluon.constexpr_function
-def read_text(keys):
-    """Return PTX that waits for copies and reads, two columns in a register. The operands are the first two."""
-    numbers, lines = keys // 4, list[str]()
+def read_text(keys, is_bfloat16):
+    """Return PTX that waits for copies and reads. The operands are the first two of `copy_text`."""
+    numbers, lines = keys // 2, list[str]()
+    widen = "mov.b32 OUT, {none, half};" if is_bfloat16 else "cvt.f32.f16 OUT, half;"
     for half in (0, 2):
         address, to = f"${numbers + half}", f"${numbers + EACH.value + half}"
         lines += [
@@ -69,36 +69,16 @@ def read_text(keys):
             f"sub.s32 to, to, at; add.s32 to, to, {2 * keys};"
         ]
         for j in range(keys // 8):
-            lines += [
-                f"ld.shared.u16 even, [to+{-16 * j}]; ld.shared.u16 odd, [to+{-16 * j - 2}]; "
-                f"mov.b32 ${2 * j + half // 2}, {{even, odd}};"
-            ]
-    return "{ " + REGISTERS + ARRIVED + LANE + " ".join(lines) + " }"
-
-
-@gluon.constexpr_function
-def unpack_text(is_bfloat16):
-    """Return PTX that makes a piece of registers two pieces in float32."""
-    lines = [".reg .b16 even, odd;"]
-    for i in range(EACH.value):
-        a, b, both = f"${2 * i}", f"${2 * i + 1}", f"${2 * EACH.value + i}"
-        if is_bfloat16:
-            lines += [f"shl.b32 {a}, {both}, 16; and.b32 {b}, {both}, 0xffff0000;"]
-        else:
-            lines += [f"mov.b32 {{even, odd}}, {both}; cvt.f32.f16 {a}, even; cvt.f32.f16 {b}, odd;"]
-    return "{ " + " ".join(lines) + " }"
+            for column in range(2):
+                into = widen.replace("OUT", f"${4 * j + half + column}")
+                lines += [f"ld.shared.u16 half, [to+{-16 * j - 2 * column}]; {into}"]
+    return "{ " + REGISTERS + ARRIVED + LANE + "mov.b16 none, 0; " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def constraints(written, *read):
     """Return constraints of pieces that are written and read."""
     return ",".join(["=&r"] * (written * EACH.value) + [kind for kind in read for _ in range(EACH.value)])
-
-
-@gluon.constexpr_function
-def int32_each(number):
-    """Return a type for each piece."""
-    return (gl.int32,) * number
 
 
 @gluon.jit
@@ -153,27 +133,17 @@ def begin_copies(run, rows, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def read_copies(run, rows, KEYS: gl.constexpr):
-    """Return what was copied of runs, two numbers in a register."""
+def read_run(copied, KEYS: gl.constexpr, IS_BFLOAT16: gl.constexpr):
+    """Return what was copied of runs, [ROWS, KEYS] in float32.
+
+    Args:
+        copied: the pointer of each row's number of the tile's first key, and where rows are in shared memory.
+        KEYS: of the tile.
+        IS_BFLOAT16: else it is float16.
+    """
     numbers = gl.inline_asm_elementwise(
-        read_text(KEYS), constraints(KEYS // 32, "l", "r"), [as_piece(run[0], gl.int64), as_piece(rows, gl.int32)],
-        dtype=int32_each(KEYS // 32), is_pure=False, pack=EACH,
+        read_text(KEYS, IS_BFLOAT16), constraints(KEYS // PIECE, "l", "r"),
+        [as_piece(copied[0], gl.int64), as_piece(copied[1], gl.int32)],
+        dtype=float32_each(KEYS // PIECE), is_pure=False, pack=EACH,
     )  # fmt: skip
-    return numbers
-
-
-@gluon.jit
-def unpacked(registers, IS_BFLOAT16: gl.constexpr):
-    """Return what `read_copies` read, [ROWS, KEYS] in float32."""
-    parts = ()
-    for i in gl.static_range(len(registers)):
-        both = gl.inline_asm_elementwise(
-            unpack_text(IS_BFLOAT16),
-            constraints(2, "r"),
-            [registers[i]],
-            dtype=float32_each(2),
-            is_pure=True,
-            pack=EACH,
-        )
-        parts = parts + (both[0], both[1])
-    return joined(parts, len(parts) * PIECE)
+    return joined(numbers, KEYS)

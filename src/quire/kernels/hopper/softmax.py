@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from quire.kernels.gluon.compat import aggregate
 from quire.kernels.hopper.operands import keys_of
 from quire.kernels.hopper.products import float32_each, halves
-from quire.kernels.hopper.runs import begin_copies, read_copies
+from quire.kernels.hopper.runs import begin_copies
 from quire.kernels.hopper.softcap import is_softcap
 from quire.kernels.states import LOG2E, log2
 
@@ -71,12 +71,11 @@ def with_scale(products, scale):
 
 
 @gluon.jit
-def masked_scores(scores, pos, numbers, products, config, IN_HALVES: gl.constexpr):
+def masked_scores(scores, pos, products, config, IN_HALVES: gl.constexpr):
     """Return scores of the tile that begins at position `pos`, and what makes exponents in base 2 of them.
 
     That is a factor, and what is added to the product: a number of each row, in a tuple, or () for nothing. Scores are
-    -inf where a row does not see a key. `numbers` are from `read_runs`. IN_HALVES: as in `apply_mask`, where nothing
-    else changes scores.
+    -inf where a row does not see a key. IN_HALVES: as in `apply_mask`, where nothing else changes scores.
     """
     scale, scoring = products.scale, products.scoring
     exponent_scale, offset = scale * LOG2E, ()
@@ -95,7 +94,7 @@ def masked_scores(scores, pos, numbers, products, config, IN_HALVES: gl.constexp
         scores = changed
     if config.FUNCTION is not None:
         scores, exponent_scale, offset = by_function(
-            scores, scale if config.SCORE_MOD is None else 1.0, pos, numbers, products, config
+            scores, scale if config.SCORE_MOD is None else 1.0, pos, products, config
         )
     HALVES: gl.constexpr = IN_HALVES and config.SCORE_MOD is None and config.FUNCTION is None
     return apply_mask(scores, pos, products, HALVES), exponent_scale, offset
@@ -121,24 +120,13 @@ def run_of_tile(pos, products, config):
 
 @gluon.jit
 def copy_runs(pos, products, config):
-    """Begin to copy the numbers that FUNCTION reads for the tile of keys at position `pos`."""
+    """Begin to copy the numbers that FUNCTION reads for the tile of keys at position `pos`, while products run."""
     if config.RUNS is not None:
         begin_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
 
 
 @gluon.jit
-def read_runs(pos, products, config):
-    """Return what was copied for a tile of keys, or (), and begin to copy for the next tile."""
-    if config.RUNS is None:
-        return ()
-    else:
-        numbers = read_copies(run_of_tile(pos, products, config), products.run_rows, config.BLOCK_N)
-        copy_runs(pos - config.BLOCK_N, products, config)
-        return numbers
-
-
-@gluon.jit
-def by_function(scores, scale, pos, numbers, products, config):
+def by_function(scores, scale, pos, products, config):
     """Return the scores of the tile that begins at position `pos`, times `scale`, as users' functions make them.
 
     They are what `masked_scores` returns. A tensor of scores in several pieces has no offset.
@@ -149,10 +137,13 @@ def by_function(scores, scale, pos, numbers, products, config):
     span = low_pos, low_pos + own.TOKENS - 1, pos + keys_of(own.cols) - 1
     kv_head, extras, changed = work.head // config.GROUP, products.scoring.extras, ()
     WHOLE: gl.constexpr = len(scores) == 1
+    copied = ()
+    if config.RUNS is not None:
+        copied = run_of_tile(pos, products, config)[0], products.run_rows
     for i in gl.static_range(len(scores)):
         score, factor, offset = config.FUNCTION(
             scores[i], q_pos, span, pos, own.cols[i], q_head, kv_head, products.seq, token, extras, products.of_rows,
-            scale, WHOLE, numbers,
+            scale, WHOLE, copied,
         )  # fmt: skip
         changed = changed + (score,)
     return changed, factor, offset
@@ -169,7 +160,7 @@ def softmax_step(scores, m_i, l_i, pos, products, config, LIFT: gl.constexpr):
         m_i, l_i: the new maximum and sum.
         alpha: the factor for acc.
     """
-    scores, exponent_scale, offset = masked_scores(scores, pos, (), products, config, True)
+    scores, exponent_scale, offset = masked_scores(scores, pos, products, config, True)
     highest = gl.max(scores[0], 1) * exponent_scale
     if len(offset) > 0:
         highest += offset[0]
