@@ -1,7 +1,7 @@
 """The cases of a sweep over variants, drawn at random: layers, and batches of each.
 
 A layer is drawn once for several batches, since its kernels compile for seconds and lengths cost nothing. Layers are
-those of models and any others; batches decode, draft, chunk, prefill and mix, with equal, log-normal and skewed
+those of models and any others; batches decode, draft, chunk, prefill and mix, with equal, log-normal, skewed and ragged
 lengths.
 """
 
@@ -39,9 +39,9 @@ LATENT_HEADS = (8, 16, 32, 64, 128)
 PAGES = (16, 16, 16, 32, 64, 64, 128, 256, 1, 48)
 LATENT_PAGES = (64, 64, 64, 32, 128, 16)
 MAX_BYTES, MAX_FLOPS = 1 << 30, 3 * 10**12
-USES = "decode", "decode ragged", "decode skewed", "drafts", "prompts", "chunks", "mixed", "few keys"
+USES = "decode", "decode ragged", "decode skewed", "drafts", "prompts", "chunks", "mixed", "ragged", "few keys"
 LATENT_USES = "decode", "decode ragged", "decode skewed", "drafts", "drafts ragged", "decode"
-TURNS = 8  # batches of a layer
+TURNS = 9  # batches of a layer
 SHARES = 0.15, 0.1, 0.1, 0.15  # windows, softcap, sinks, values of another width
 INVARIANT = 0.1  # share of layers with batch-invariant plans
 
@@ -167,6 +167,10 @@ def draw_lens(rng: random.Random, use: str) -> list[tuple[int, int]]:
             q = log_uniform(rng, 32, 2048)
             lens.append((q, q + rng.choice((0, 0, log_uniform(rng, 64, 8000)))))
         return lens
+    if use == "ragged":  # of any queries, each fresh or after some keys
+        count, most, before = log_uniform(rng, 2, 200), log_uniform(rng, 4, 400), log_uniform(rng, 16, 4096)
+        own = [rng.randint(1, most) for _ in range(count)]
+        return [(q, q + rng.choice((0, rng.randint(0, before), rng.randint(0, before)))) for q in own]
     queries = rng.choice((1, log_uniform(rng, 2, 64)))
     return [(queries, queries + log_uniform(rng, 1, 256))] * log_uniform(rng, 1, 256)
 
