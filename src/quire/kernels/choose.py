@@ -17,6 +17,7 @@ from quire.errors import UnsupportedError
 from quire.kernels.chosen import launch as chosen_keys
 from quire.kernels.chosen_hopper import launch as chosen_hopper
 from quire.kernels.hopper import variants as hopper
+from quire.kernels.hopper.decoded import DecodedLaunch
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch, once
 from quire.kernels.mla import variants as mla
@@ -24,7 +25,7 @@ from quire.kernels.mla_hopper import variants as mla_hopper
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch
 from quire.kernels.portable import variants as portable
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
+from quire.kernels.work import Lens, decoded_bytes, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
 FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen"  # as `plan(kernel=...)` names them
@@ -54,7 +55,8 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
     if is_latent:
         base = mla.variants(request, options, within)
     else:
-        base = portable.variants(request, options, within, alone=refusal is not None or kernel == own)
+        is_alone = refusal is not None or kernel == own or not hopper.converts(request.spec)
+        base = portable.variants(request, options, within, alone=is_alone)
     if isinstance(base, str):
         return {}, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
     found: dict[str, Launch] = dict(base) if kernel in (None, own) else {}
@@ -63,6 +65,8 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
     elif kernel in (None, fast):
         first: Any = next(iter(base.values()))
         faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
+        if isinstance(faster, str):
+            return found, refusals | {fast: faster}
         found |= faster
         if within:  # the fallback of a launch may be any variant without it
             launch, others = next(iter(faster.values())), variants(request, options._replace(kernel=own), within)[0]
@@ -155,6 +159,10 @@ def predicted(
         of_kind: the numbers of the variants of its kind of spec, where they are known.
         bytes_again: of keys and values that sequences have in common, each time they are read but the first.
     """
+    if isinstance(launch, DecodedLaunch):
+        numbers = numbers_of(launch.attend)
+        decoding = numbers.launch + decoded_bytes(launch, lens) * numbers.megabyte / 1048576
+        return decoding + predicted(launch.attend, lens, bytes_again=bytes_again)
     work = work_of(launch, lens)
     if bytes_again:
         work = work._replace(nbytes=work.nbytes - bytes_again * (1 - 1 / FROM_CACHE))
@@ -174,7 +182,7 @@ def predicted_us(launch: Any) -> float | None:
         parts = [predicted_us(part) for part in launch.launches]
         known = [part for part in parts if part is not None]
         return sum(known) + SMALL_LAUNCHES if len(known) == len(parts) else None
-    if not isinstance(launch, PortableLaunch | HopperLaunch | MLAHopperLaunch):
+    if not isinstance(launch, PortableLaunch | HopperLaunch | DecodedLaunch | MLAHopperLaunch):
         return None
     return predicted(launch, lens_of(launch.request))
 
@@ -247,6 +255,8 @@ def variant_of(launch: Any) -> str:
     """Return the name of a launch among the variants."""
     if isinstance(launch, MLAHopperLaunch):
         return launch.variant
+    if isinstance(launch, DecodedLaunch):
+        return f"decoded {variant_of(launch.attend)}"
     if isinstance(launch, HopperLaunch):
         config: HopperConfig = launch.config
         if launch.fixed_split_size:

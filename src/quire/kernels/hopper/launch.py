@@ -46,6 +46,7 @@ class HopperLaunch:
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
         cuts: whether programs cut row blocks by keys where lengths differ.
+        has_scales: whether keys and values were decoded (`decoded.py`), and heads may have scales.
     """
 
     request: Request
@@ -57,6 +58,7 @@ class HopperLaunch:
     fixed_split_size: int = 0
     column_parts: int = 1
     cuts: bool = False
+    has_scales: bool = False
 
     @property
     def name(self) -> str:
@@ -189,7 +191,7 @@ class HopperLaunch:
         if score_mod is mods.scaled:
             score_mod = None  # functions scale
         elif score_mod is mods.softcap and not self.fixed_split_size and function is None:
-            score_mod = capped_exponents if has_bounded_scores(spec) else softcap
+            score_mod = capped_exponents if has_bounded_scores(spec) and not self.has_scales else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": self.part_width, "PARTS": self.column_parts,

@@ -15,9 +15,11 @@ import torch
 from quire.dispatch.config import HopperConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
+from quire.kernels.hopper.decoded import DecodedLaunch, spec_of_decoded
 from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
 from quire.kernels.portable.variants import decode_launch, most_decode_queries
+from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
 # Warpgroups, keys, stages, stages of queries. By the columns of keys and values; the first that are not fewer.
@@ -57,7 +59,7 @@ def variants(
     spec = request.spec
     if refusal := refusal_of(request, options):
         return refusal
-    found: dict[str, HopperLaunch] = {}
+    found: dict[str, HopperLaunch | DecodedLaunch] = {}
     configs = configs_of(spec, request.device, request.is_ragged and not options.batch_invariant)
     for name, config in configs.items():
         if options.batch_invariant:
@@ -65,13 +67,38 @@ def variants(
             config = with_keys(config, fallback.config.block_n, request, parts)
             launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
             if config.num_warpgroups == 2:
-                found = {f"hopper wg2 n{config.block_n}": with_decode_launch(launch)}
+                found = {f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request)}
             continue
         launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
         for use, each in uses_of(launch, within).items():
             if config.apart == (use == "cut") or not (config.apart or f"{name} apart" in configs):
                 found[f"hopper {name} {use}"] = each
-    return found
+    if spec.kv_dtype is not spec.dtype:
+        found |= decoded_variants(request, options, fallback, within)
+    return found or f"bounds with which decoded keys and values take more than {MOST_STATES:,} bytes"
+
+
+def decoded_variants(
+    request: Request, options: Options, fallback: PortableLaunch, within: bool
+) -> dict[str, DecodedLaunch]:
+    """Return the launches that decode the keys and values of a quantised cache once.
+
+    Sequences of few queries are left to a decode launch, which reads them as they are stored.
+    """
+    of_decoded = replace(request, spec=spec_of_decoded(request.spec), has_flat_table=False)
+    attending, found = variants(of_decoded, options, fallback, within), {}
+    assert not isinstance(attending, str)
+    for name, attend in attending.items():
+        assert isinstance(attend, HopperLaunch)
+        attend = replace(with_decode_launch(attend, request), has_scales=True)
+        found[f"decoded {name}"] = DecodedLaunch(request, attend, fallback)
+    fits = next(iter(found.values())).decoded_bytes <= MOST_STATES
+    return found if fits or within else {}
+
+
+def converts(spec: AttentionSpec) -> bool:
+    """Return whether the kernel reads a spec's caches as they are stored, so that it serves any bounds."""
+    return bool(fields_of(spec))
 
 
 def refusal_of(request: Request, options: Options) -> str | None:
@@ -118,9 +145,9 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
     return found
 
 
-def with_decode_launch(launch: HopperLaunch) -> HopperLaunch:
-    """Return a launch with a further one that serves sequences of few queries, where a batch may have such."""
-    request, bounds = launch.request, launch.request.bounds
+def with_decode_launch(launch: HopperLaunch, request: Request) -> HopperLaunch:
+    """Return a launch with a further one that serves a request's sequences of few queries, if it may have such."""
+    bounds = request.bounds
     max_queries = most_decode_queries(request.spec)
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
         return launch
@@ -173,6 +200,8 @@ def fields_of(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
     """Return the fields of configurations, by name, but for the tokens of a work tile."""
     widths = spec.head_dim, spec.head_dim_v
     if spec.kv_dtype is not spec.dtype:
+        if spec.kv_format is not None or widths not in QUANTISED:
+            return {}
         stages, unconverted = QUANTISED[widths]
         common: dict[str, Any] = {"num_warpgroups": 2, "block_n": 128, "num_q_stages": 2}
         found = {}
