@@ -107,15 +107,13 @@ def decode_kernel(
             if kv.v_page is not None:
                 offs_v = offsets_of(page, slot, kv_head, kv.v_page, kv.v_slot, kv.v_head, STRIDE_UNIT)
             token = (seq.to(tl.int64) * most_keys + kv_pos) * NUM_KV_HEADS + kv_head
-            k_scale = load_scales(cache.k_scale, offs_scale, keep, T)
             decode_heads(
-                cache.k + offs_k, kv.k_vec, k_ptr + token * HEAD_DIM, k_scale, k_blocks, keep, HEAD_DIM, BLOCK_D,
-                K_VEC, True, DECODE, T,
+                cache.k + offs_k, kv.k_vec, k_ptr + token * HEAD_DIM, cache.k_scale, offs_scale, k_blocks, keep,
+                HEAD_DIM, BLOCK_D, K_VEC, True, DECODE, T,
             )  # fmt: skip
-            v_scale = load_scales(cache.v_scale, offs_scale, keep, T)
             decode_heads(
-                cache.v + offs_v, kv.v_vec, v_ptr + token * HEAD_DIM_V, v_scale, v_blocks, keep, HEAD_DIM_V, BLOCK_DV,
-                V_VEC, False, DECODE if FORMAT is None else DECODE_V, T,
+                cache.v + offs_v, kv.v_vec, v_ptr + token * HEAD_DIM_V, cache.v_scale, offs_scale, v_blocks, keep,
+                HEAD_DIM_V, BLOCK_DV, V_VEC, False, DECODE if FORMAT is None else DECODE_V, T,
             )  # fmt: skip
             turn += step
         turn -= total
@@ -128,22 +126,14 @@ def offsets_of(page, slot, kv_head, stride_page, stride_slot, stride_head, UNIT:
 
 
 @triton.jit
-def load_scales(scale_ptr, offs_scale, keep, T: tl.constexpr):
-    """Return the scales of tokens, or None."""
-    if T.TOKEN_SCALES:
-        return tl.load(scale_ptr + offs_scale, mask=keep, other=0.0)
-    else:
-        return None
-
-
-@triton.jit
 def decode_heads(
-    stored_ptrs, stride_vec, ptrs, scale, blocks, keep, DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
-    OF_KEYS: tl.constexpr, DECODE: tl.constexpr, T: tl.constexpr,
+    stored_ptrs, stride_vec, ptrs, scale_ptr, offs_scale, blocks, keep,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, OF_KEYS: tl.constexpr, DECODE: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Decode the heads of a tile that begin at `stored_ptrs`, and write them to `ptrs`, [BLOCK_N] both.
 
-    Scales are of tokens, and `blocks` points to block scales; both may be None.
+    `blocks` points to block scales, or is None.
     """
     EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, OF_KEYS)
     DTYPE: tl.constexpr = ptrs.dtype.element_ty
@@ -156,7 +146,8 @@ def decode_heads(
     panels = ()
     for i in tl.static_range(len(numbers)):
         number = numbers[i] * unit(T.FORMAT, T.IN_PTX, OF_KEYS, i)
-        if scale is not None:
+        if T.TOKEN_SCALES:
+            scale = tl.load(scale_ptr + offs_scale, mask=keep, other=0.0)
             if has_zero(T.FORMAT, OF_KEYS):
                 of_token, zero = scale_and_zero(scale)
                 number = (number - zero[:, None]) * of_token[:, None]
