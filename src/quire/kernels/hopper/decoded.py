@@ -119,7 +119,8 @@ class DecodedLaunch:
         return DecodedRunner(self, batch, workspace)
 
     def __str__(self) -> str:
-        return f"keys and values decoded once, {self.decoded_bytes:,} bytes; {self.attend}"
+        fallback = f"fallback for queries that TMA cannot address: {self.fallback}"
+        return f"{self.attend.describe()}; keys and values decoded once, {self.decoded_bytes:,} bytes; {fallback}"
 
 
 @lru_cache(maxsize=1024)

@@ -307,6 +307,11 @@ class HopperLaunch:
         return HopperRunner(self, batch, workspace)
 
     def __str__(self) -> str:
+        fallback = f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
+        return f"{self.describe()}; {fallback}"
+
+    def describe(self) -> str:
+        """Describe the launch without its fallback."""
         config = self.config
         details = f"{config.num_stages} stages, {self.num_work_tiles(self.request.bounds.num_tokens)} work tiles"
         if config.fp8_mma:
@@ -323,10 +328,7 @@ class HopperLaunch:
             details += f", {self.column_parts} parts of columns"
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
-        return (
-            f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
-            f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
-        )
+        return f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}"
 
 
 def width_of_part(spec: AttentionSpec, parts: int) -> int:
