@@ -12,6 +12,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.spec import AttentionSpec
 
 HINTS = "waves_per_eu", "matrix_instr_nonkdim"
+HOPPER_QUANTISED = (64, 64), (128, 128)  # columns of keys and values of a quantised cache that the Hopper kernel serves
 ROWS_OF_PRODUCT = 16  # of mma.sync
 LEAST_OWN_ROWS = 64  # of a row block, whose warps have rows of their own
 OF_SUMS = 256  # bytes of shared memory, through which warps say whether a sum is too large
@@ -104,6 +105,11 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return f"{spec.dtype} queries".removeprefix("torch.")
     if spec.latent:
         return "latents"
+    if spec.kv_format is not None:
+        return f"caches in {spec.kv_format}"
+    if spec.kv_dtype is not spec.dtype and (spec.head_dim, spec.head_dim_v) not in HOPPER_QUANTISED:
+        values = f" with head_dim_v {spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
+        return f"head_dim {spec.head_dim}{values} of a {spec.kv_dtype} cache".replace("torch.", "")
     return None
 
 

@@ -16,8 +16,9 @@ from quire.dispatch.request import Options, Request
 from quire.errors import UnsupportedError
 from quire.kernels.chosen import launch as chosen_keys
 from quire.kernels.chosen_hopper import launch as chosen_hopper
+from quire.kernels.decoded import variants as decoded
+from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper import variants as hopper
-from quire.kernels.hopper.decoded import DecodedLaunch
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch, once
 from quire.kernels.mla import variants as mla
@@ -28,9 +29,11 @@ from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import Lens, decoded_bytes, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
-FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen"  # as `plan(kernel=...)` names them
+# As `plan(kernel=...)` names them:
+FAMILIES = "mla_hopper", "mla", "hopper", "decoded", "portable", "chosen_hopper", "chosen"
 CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
-FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
+# Those for Hopper GPUs, and the families of their fallbacks:
+FAST = {"mla_hopper": "mla", "hopper": "portable", "decoded": "portable"}
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 # Of plans that share prefixes, as an H200 took them (docs/results/intervals_h200.md):
 SMALL_LAUNCHES = 6.5  # µs of the launches that find the own keys of each sequence and that combine states
@@ -48,28 +51,33 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
     is_latent, kernel = request.spec.latent, options.kernel
     if request.chosen is not None:
         return variants_of_chosen(request, options, within)
-    own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
+    own = "mla" if is_latent else "portable"
+    faster: dict[str, Any] = {"mla_hopper": mla_hopper} if is_latent else {"hopper": hopper, "decoded": decoded}
     of_others = "latents" if is_latent else "keys and values that aren't latents"
-    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
-    refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
+    refusals = {name: of_others for name in FAMILIES if name not in (own, *faster)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
+    refused = {name: family.refusal_of(request, options) for name, family in faster.items()}
     if is_latent:
         base = mla.variants(request, options, within)
     else:
-        is_alone = refusal is not None or kernel == own or not hopper.converts(request.spec)
+        is_alone = refused["hopper"] is not None or kernel == own
         base = portable.variants(request, options, within, alone=is_alone)
     if isinstance(base, str):
-        return {}, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
+        of_fast = {name: refusal or f"{base}, which the fallback does not serve" for name, refusal in refused.items()}
+        return {}, refusals | {own: base} | of_fast
     found: dict[str, Launch] = dict(base) if kernel in (None, own) else {}
-    if refusal is not None:
-        refusals[fast] = refusal
-    elif kernel in (None, fast):
-        first: Any = next(iter(base.values()))
-        faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
-        if isinstance(faster, str):
-            return found, refusals | {fast: faster}
-        found |= faster
+    first: Any = next(iter(base.values()))
+    for fast, family in faster.items():
+        launches = refused[fast]
+        if launches is None and kernel in (None, fast):
+            launches = family.variants(request, options, first, within)
+        if launches is None:
+            continue
+        if isinstance(launches, str):
+            refusals[fast] = launches
+            continue
+        found |= launches
         if within:  # the fallback of a launch may be any variant without it
-            launch, others = next(iter(faster.values())), variants(request, options._replace(kernel=own), within)[0]
+            launch, others = next(iter(launches.values())), variants(request, options._replace(kernel=own), within)[0]
             new = {name: other for name, other in others.items() if name not in base}
             found |= {f"{fast}, {name}": replace(launch, fallback=other) for name, other in new.items()}
     return found, refusals

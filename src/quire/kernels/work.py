@@ -6,7 +6,7 @@ from functools import lru_cache
 from quire.dispatch.config import ROWS_OF_PRODUCT, padded
 from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.hopper.decoded import DecodedLaunch
+from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch

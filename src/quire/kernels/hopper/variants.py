@@ -15,11 +15,9 @@ import torch
 from quire.dispatch.config import HopperConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.decoded import DecodedLaunch, spec_of_decoded
 from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
 from quire.kernels.portable.variants import decode_launch, most_decode_queries
-from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
 # Warpgroups, keys, stages, stages of queries. By the columns of keys and values; the first that are not fewer.
@@ -59,7 +57,7 @@ def variants(
     spec = request.spec
     if refusal := refusal_of(request, options):
         return refusal
-    found: dict[str, HopperLaunch | DecodedLaunch] = {}
+    found: dict[str, HopperLaunch] = {}
     configs = configs_of(spec, request.device, request.is_ragged and not options.batch_invariant)
     for name, config in configs.items():
         if options.batch_invariant:
@@ -73,32 +71,7 @@ def variants(
         for use, each in uses_of(launch, within).items():
             if config.apart == (use == "cut") or not (config.apart or f"{name} apart" in configs):
                 found[f"hopper {name} {use}"] = each
-    if spec.kv_dtype is not spec.dtype:
-        found |= decoded_variants(request, options, fallback, within)
-    return found or f"bounds with which decoded keys and values take more than {MOST_STATES:,} bytes"
-
-
-def decoded_variants(
-    request: Request, options: Options, fallback: PortableLaunch, within: bool
-) -> dict[str, DecodedLaunch]:
-    """Return the launches that decode the keys and values of a quantised cache once.
-
-    Sequences of few queries are left to a decode launch, which reads them as they are stored.
-    """
-    of_decoded = replace(request, spec=spec_of_decoded(request.spec), has_flat_table=False)
-    attending, found = variants(of_decoded, options, fallback, within), {}
-    assert not isinstance(attending, str)
-    for name, attend in attending.items():
-        assert isinstance(attend, HopperLaunch)
-        attend = replace(with_decode_launch(attend, request), has_scales=True)
-        found[f"decoded {name}"] = DecodedLaunch(request, attend, fallback)
-    fits = next(iter(found.values())).decoded_bytes <= MOST_STATES
-    return found if fits or within else {}
-
-
-def converts(spec: AttentionSpec) -> bool:
-    """Return whether the kernel reads a spec's caches as they are stored, so that it serves any bounds."""
-    return bool(fields_of(spec))
+    return found
 
 
 def refusal_of(request: Request, options: Options) -> str | None:
@@ -146,7 +119,12 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
 
 
 def with_decode_launch(launch: HopperLaunch, request: Request) -> HopperLaunch:
-    """Return a launch with a further one that serves a request's sequences of few queries, if it may have such."""
+    """Return a launch with a further one for those sequences of a request that have few queries, if it may have such.
+
+    Args:
+        launch: the launch.
+        request: that of the launch, or of what was decoded for it.
+    """
     bounds = request.bounds
     max_queries = most_decode_queries(request.spec)
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
@@ -200,8 +178,6 @@ def fields_of(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
     """Return the fields of configurations, by name, but for the tokens of a work tile."""
     widths = spec.head_dim, spec.head_dim_v
     if spec.kv_dtype is not spec.dtype:
-        if spec.kv_format is not None or widths not in QUANTISED:
-            return {}
         stages, unconverted = QUANTISED[widths]
         common: dict[str, Any] = {"num_warpgroups": 2, "block_n": 128, "num_q_stages": 2}
         found = {}

@@ -1,8 +1,8 @@
 """`DecodedLaunch`: a quantised cache's keys and values are decoded once, and the Hopper kernel attends to the results.
 
-The converter of the Hopper kernel (`convert.py`) decodes each tile for each row block. A prompt has many row blocks. So
+The converter of the Hopper kernel (`hopper/convert.py`) decodes each tile for each row block. A prompt has many row blocks. So
 a kernel decodes the batch's keys and values into scratch first, in the queries' dtype, one sequence after the other
-(`decode.py`). They are a cache without pages, and the Hopper kernel has its launches for 16-bit caches.
+(`kernel.py`). They are a cache without pages, and the Hopper kernel has its launches for 16-bit caches.
 
 Scales of heads are not multiplied into numbers: the Hopper kernel multiplies scores and results by them. So numbers of
 e4m3, e5m2, int8 and nvfp4 are exact in 16 bits. Those with a scale for each token are rounded.
@@ -45,7 +45,7 @@ class DecodedLaunch:
     @property
     def name(self) -> str:
         """Name of the kernel family."""
-        return "hopper"
+        return "decoded"
 
     @property
     def decoded_bytes(self) -> int:
@@ -113,7 +113,7 @@ class DecodedLaunch:
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
-        from quire.kernels.hopper.decode import DecodedRunner
+        from quire.kernels.decoded.runner import DecodedRunner
 
         assert workspace is not None
         return DecodedRunner(self, batch, workspace)
