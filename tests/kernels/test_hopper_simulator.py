@@ -646,6 +646,32 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("stored", "extra", "bound", "problem"),
+    [
+        ({"kv_format": "int4"}, {"sliding_window": 50}, None, {"page_size": 24}),
+        ({"kv_format": "nvfp4"}, {"softcap": 20.0, "sinks": True}, LONG, {"flat_table": True}),
+        ({"kv_format": "k8v4"}, {"head_dim": 128}, LONG, {"layout": "HND"}),
+        (E4M3, {"head_dim": 80, "alibi": True}, None, {"scales": "token"}),
+        extended({"kv_dtype": torch.int8}, {"num_q_heads": 14}, None, {"page_size": 1}),
+        extended({"kv_format": "int4"}, {"head_dim": 256}, LONG, {}),
+    ],
+    ids=str,
+)
+def test_caches_that_are_decoded_once(stored, extra, bound, problem, take):
+    """Sequences of few queries are the decode launch's. Scratch holds NaN, also in the rows of a tile beyond a sequence."""
+    take("wg2" if bound else "wg1")
+    p = make_problem(quire.AttentionSpec(**LLAMA | stored | extra), MIXED, **problem)
+    plan = make_plan(p, bound, "decoded")
+    plan.memory[plan.launch.scratch_size().counters :] = 255
+    for seed in range(2):  # the second time on what the first one left
+        state, simulated = attend(p, plan, seed)
+        verdict = error_budget(p, state)
+        assert verdict.passed and "hopper_kernel" in simulated, (plan, verdict)
+    assert plan.launch.attend.decode is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     *in_turn(extra=[{}, {"sliding_window": 50, "softcap": 20.0}, {"num_q_heads": 14}], page_size=[24, 1]), ids=str
 )
 def test_products_in_fp8(extra, page_size, take):

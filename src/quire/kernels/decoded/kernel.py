@@ -75,74 +75,91 @@ def decode_kernel(
         while turn < total:
             owner = index == tl.sum((ends <= turn).to(tl.int32), 0)
             start, stop = tl.sum(tl.where(owner, starts, 0), 0), tl.sum(tl.where(owner, stops, 0), 0)
-            own = turn - tl.sum(tl.where(owner, ends - tiles, 0), 0)
-            seq = tl.sum(tl.where(owner, seqs, 0), 0)
-            kv_pos = (start // BLOCK_N + own // NUM_KV_HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
-            kv_head = own % NUM_KV_HEADS
-            keep = (kv_pos >= start) & (kv_pos < stop)
+            seq, end = tl.sum(tl.where(owner, seqs, 0), 0), tl.sum(tl.where(owner, ends, 0), 0)
             row = table_row(kv, seq, stride_table)
-            page = tl.load(row + kv_pos // PAGE_SIZE, mask=keep, other=0).to(tl.int64)
-            slot = kv_pos % PAGE_SIZE
-            if WIDE_OFFSETS:
-                slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
-            offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
-            k_blocks, v_blocks = None, None
-            if DECODE_SCALES is not None:
-                offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
-                k_blocks, v_blocks = cache.k_block + offs_block, cache.v_block + offs_block
-            offs_k = offsets_of(page, slot, kv_head, kv.k_page, kv.k_slot, kv.k_head, STRIDE_UNIT)
-            offs_v = offs_k
-            if kv.v_page is not None:
-                offs_v = offsets_of(page, slot, kv_head, kv.v_page, kv.v_slot, kv.v_head, STRIDE_UNIT)
-            token = (seq.to(tl.int64) * most_keys + kv_pos) * NUM_KV_HEADS + kv_head
-            decode_heads(
-                cache.k + offs_k, kv.k_vec, k_ptr + token * HEAD_DIM, cache.k_scale, offs_scale, k_blocks, keep,
-                HEAD_DIM, BLOCK_D, K_VEC, True, DECODE, T,
-            )  # fmt: skip
-            decode_heads(
-                cache.v + offs_v, kv.v_vec, v_ptr + token * HEAD_DIM_V, cache.v_scale, offs_scale, v_blocks, keep,
-                HEAD_DIM_V, BLOCK_DV, V_VEC, False, DECODE if FORMAT is None else DECODE_V, T,
-            )  # fmt: skip
-            turn += step
+            last = (stop + BLOCK_N - 1) // BLOCK_N
+            while turn < end:
+                before = end - 1 - turn  # tiles of heads from the last one of the sequence on
+                kv_pos = (last - 1 - before // NUM_KV_HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
+                kv_head = NUM_KV_HEADS - 1 - before % NUM_KV_HEADS
+                keep = (kv_pos >= start) & (kv_pos < stop)
+                decode_tile(
+                    cache, kv, row, kv_pos, keep, kv_head, k_ptr, v_ptr, seq.to(tl.int64) * most_keys, NUM_KV_HEADS,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, DECODE, DECODE if FORMAT is None else DECODE_V,
+                    T,
+                )  # fmt: skip
+                turn += step
         turn -= total
 
 
 @triton.jit
-def offsets_of(page, slot, kv_head, stride_page, stride_slot, stride_head, UNIT: tl.constexpr):
-    """Return the offsets of heads in a cache."""
-    return slot * in_units(stride_slot, UNIT) + kv_head * in_units(stride_head, UNIT) + page * in_units(stride_page, UNIT)
+def decode_tile(
+    cache, kv, row, kv_pos, keep, kv_head, k_ptr, v_ptr, first,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, DECODE: tl.constexpr, DECODE_V: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Decode those keys and values of a tile that `keep` names, of one KV head.
+
+    `row` is from `table_row`, and `first` the token of `k_ptr` and `v_ptr` at which the sequence begins.
+    """
+    page = tl.load(row + kv_pos // T.PAGE_SIZE, mask=keep, other=0).to(tl.int64)
+    slot = kv_pos % T.PAGE_SIZE
+    if T.WIDE_OFFSETS:
+        slot, kv_head = slot.to(tl.int64), kv_head.to(tl.int64)
+    k_ptrs = cache.k + offsets_of(page, slot, kv_head, kv.k_page, kv.k_slot, kv.k_head, T)
+    if kv.v_page is None:
+        v_ptrs = cache.v + offsets_of(page, slot, kv_head, kv.k_page, kv.k_slot, kv.k_head, T)
+    else:
+        v_ptrs = cache.v + offsets_of(page, slot, kv_head, kv.v_page, kv.v_slot, kv.v_head, T)
+    EACH_K: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, True)
+    EACH_V: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, False)
+    k = load_heads(
+        k_ptrs[:, None], kv.k_vec, keep, True, HEAD_DIM, EACH_K, T.BLOCK_N, T.MOST, BLOCK_D, K_VEC, T.WIDE_OFFSETS
+    )
+    v = load_heads(
+        v_ptrs[:, None], kv.v_vec, keep, True, HEAD_DIM_V, EACH_V, T.BLOCK_N, T.MOST, BLOCK_DV, V_VEC, T.WIDE_OFFSETS
+    )
+    k_scale, v_scale = 1.0, 1.0
+    if T.TOKEN_SCALES:
+        offs_scale = slot * kv.scale_slot + kv_head * kv.scale_head + page * kv.scale_page
+        k_scale = tl.load(cache.k_scale + offs_scale, mask=keep, other=0.0)
+        v_scale = tl.load(cache.v_scale + offs_scale, mask=keep, other=0.0)
+    k, v = decode_panels(k, tl.float32, DECODE, T), decode_panels(v, tl.float32, DECODE_V, T)
+    if T.DECODE_SCALES is not None:
+        offs_block = slot * kv.block_slot + kv_head * kv.block_head + page * kv.block_page
+        k = times_block_scales(k, cache.k_block + offs_block, None, keep, True, HEAD_DIM, T, False)
+        v = times_block_scales(v, cache.v_block + offs_block, None, keep, True, HEAD_DIM_V, T, False)
+    at = (first + kv_pos) * NUM_KV_HEADS + kv_head
+    store_heads(k, k_scale, k_ptr + at * HEAD_DIM, keep, HEAD_DIM, EACH_K, True, T)
+    store_heads(v, v_scale, v_ptr + at * HEAD_DIM_V, keep, HEAD_DIM_V, EACH_V, False, T)
 
 
 @triton.jit
-def decode_heads(
-    stored_ptrs, stride_vec, ptrs, scale_ptr, offs_scale, blocks, keep,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, OF_KEYS: tl.constexpr, DECODE: tl.constexpr,
-    T: tl.constexpr,
-):  # fmt: skip
-    """Decode the heads of a tile that begin at `stored_ptrs`, and write them to `ptrs`, [BLOCK_N] both.
+def offsets_of(page, slot, kv_head, stride_page, stride_slot, stride_head, T: tl.constexpr):
+    """Return the offsets of heads in a cache."""
+    within = slot * in_units(stride_slot, T.STRIDE_UNIT) + kv_head * in_units(stride_head, T.STRIDE_UNIT)
+    return within + page * in_units(stride_page, T.STRIDE_UNIT)
 
-    `blocks` points to block scales, or is None.
-    """
-    EACH: tl.constexpr = each_of(T.FORMAT, T.PACKED_FP8, OF_KEYS)
+
+@triton.jit
+def store_heads(
+    numbers, scale, ptrs, keep, DIM: tl.constexpr, EACH: tl.constexpr, OF_KEYS: tl.constexpr, T: tl.constexpr
+):
+    """Store panels of numbers, times the scales of tokens if there are some, at `ptrs` [BLOCK_N]."""
     DTYPE: tl.constexpr = ptrs.dtype.element_ty
-    stored = load_heads(
-        stored_ptrs[:, None], stride_vec, keep, True, DIM, EACH, T.BLOCK_N, T.MOST, BLOCK, VEC, T.WIDE_OFFSETS
-    )
-    numbers = decode_panels(stored, tl.float32, DECODE, T)
-    if blocks is not None:
-        numbers = times_block_scales(numbers, blocks, None, keep, True, DIM, T, False)
     panels = ()
     for i in tl.static_range(len(numbers)):
-        number = numbers[i] * unit(T.FORMAT, T.IN_PTX, OF_KEYS, i)
-        if T.TOKEN_SCALES:
-            scale = tl.load(scale_ptr + offs_scale, mask=keep, other=0.0)
-            if has_zero(T.FORMAT, OF_KEYS):
-                of_token, zero = scale_and_zero(scale)
-                number = (number - zero[:, None]) * of_token[:, None]
-            else:
-                number = number * scale[:, None]
-            if DTYPE == tl.float16:
-                number = tl.clamp(number, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        number, UNIT = numbers[i], unit(T.FORMAT, T.IN_PTX, OF_KEYS, i)
+        if not T.TOKEN_SCALES:
+            number = number * UNIT
+        elif has_zero(T.FORMAT, OF_KEYS):  # both products are exact, so this rounds as (number - zero) * scale does
+            of_token, zero = scale_and_zero(scale)
+            number = number * (of_token * UNIT)[:, None] - (of_token * zero)[:, None]
+        else:
+            number = number * scale[:, None]
+        if T.TOKEN_SCALES and DTYPE == tl.float16:
+            number = tl.clamp(number, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         panels = panels + (number.to(DTYPE),)
     joined, columns = join_pairs(panels, DIM, EACH, T.BLOCK_N, T.MOST)
     for i in tl.static_range(len(joined)):

@@ -48,10 +48,15 @@ class DecodedLaunch:
         return "decoded"
 
     @property
+    def most_keys(self) -> int:
+        """Keys of a sequence for which there is room: all, of any launch but those that are for scratch or warm-ups."""
+        each = max(1, self.request.num_seqs) * self.attend.request.spec.bytes_per_token
+        return max(1, min(self.request.bounds.max_seq_len, MOST_STATES // each))
+
+    @property
     def decoded_bytes(self) -> int:
         """Bytes of all keys and values in 16 bits."""
-        spec, bounds = self.attend.request.spec, self.request.bounds
-        return self.request.num_seqs * bounds.max_seq_len * spec.bytes_per_token
+        return max(1, self.request.num_seqs) * self.most_keys * self.attend.request.spec.bytes_per_token
 
     @property
     def table_at(self) -> int:
@@ -76,9 +81,9 @@ class DecodedLaunch:
 
     @once
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch; no variant has more than MOST_STATES bytes of keys and values."""
+        """Return the size of the scratch of the launches and of decoded keys and values."""
         counters = max(self.attend.scratch_size().counters, self.fallback.scratch_size().counters)
-        return ScratchSize(self.decoded_at + min(self.decoded_bytes, MOST_STATES), counters)
+        return ScratchSize(self.decoded_at + self.decoded_bytes, counters)
 
     def constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the kernel that decodes, without those that a cache decides."""

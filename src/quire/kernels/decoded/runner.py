@@ -30,12 +30,12 @@ class DecodedRunner:
     def __init__(self, launch: DecodedLaunch, batch: Batch, workspace: torch.Tensor) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.decode, self.fallback = Kernel(decode_kernel), None
-        spec, num_seqs, most = launch.request.spec, batch.num_seqs, launch.request.bounds.max_seq_len
-        self.starts = Part(workspace, torch.int32, launch.table_at, num_seqs)
-        sizes = tuple(num_seqs * most * spec.num_kv_heads * width for width in (spec.head_dim, spec.head_dim_v))
-        self.k = Part(workspace, spec.dtype, launch.decoded_at, sizes[0])
-        self.v = Part(workspace, spec.dtype, launch.decoded_at + 2 * sizes[0], sizes[1])
-        k, v = (part.tensor().view(num_seqs * most, spec.num_kv_heads, -1) for part in (self.k, self.v))
+        spec = launch.request.spec
+        heads = max(1, batch.num_seqs) * launch.most_keys * spec.num_kv_heads
+        self.starts = Part(workspace, torch.int32, launch.table_at, batch.num_seqs)
+        self.k = Part(workspace, spec.dtype, launch.decoded_at, heads * spec.head_dim)
+        self.v = Part(workspace, spec.dtype, launch.decoded_at + 2 * self.k.size, heads * spec.head_dim_v)
+        k, v = (part.tensor().view(-1, spec.num_kv_heads, part.size // heads) for part in (self.k, self.v))
         self.decoded = decoded_cache(k, v)
         seen = Batch(
             self.starts.tensor()[:, None], batch.seq_lens, batch.cu_seqlens_q, query_offsets=batch.query_offsets,
@@ -78,7 +78,7 @@ class DecodedRunner:
         }  # fmt: skip
         fixed = (
             self.k, self.v, self.starts, layout, batch.cu_seqlens_q, batch.num_seqs,
-            decided.request.bounds.max_seq_len, decided.attend.max_decode_queries, *spec.window,
+            decided.most_keys, decided.attend.max_decode_queries, *spec.window,
             batch.page_table.stride(0),
         )  # fmt: skip
         return Arguments((views.cache_tensors(cache, element),), fixed, meta)

@@ -23,7 +23,7 @@ def variants(
     for name, attend in attending.items():
         attend = replace(hopper.with_decode_launch(attend, request), has_scales=True)
         found[f"decoded {name}"] = launch = DecodedLaunch(request, attend, fallback)
-        if launch.decoded_bytes > MOST_STATES and not within:
+        if launch.most_keys < request.bounds.max_seq_len and not within:
             return f"bounds of keys that take more than {MOST_STATES:,} bytes when decoded"
     return found
 
