@@ -13,7 +13,6 @@ from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels import choose
 from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.scratch import MOST_STATES
-from quire.plan import make_plan
 from quire.targets import TARGETS
 from quire.testing import make_problem
 from tests.pairs import in_turn
@@ -96,7 +95,9 @@ def test_more_sequences_than_are_read_at_once():
 
 @pytest.mark.skipif(not interprets(), reason="the kernel runs in Triton's interpreter")
 def test_with_intervals_all_keys_are_decoded():
-    p = make_problem(quire.AttentionSpec(**HEADS | NVFP4), ((40, 200),), per_token=partial(intervals.chunked_local, size=32))
+    p = make_problem(
+        quire.AttentionSpec(**HEADS | NVFP4), ((40, 200),), per_token=partial(intervals.chunked_local, size=32)
+    )
     # Pages before the first interval hold poison, which is read and not used.
     _, k, _ = decode(p)
     exact, _ = reference.gather(without_scales_of_heads(p.cache), p.batch, 0, torch.arange(160, 200), torch.float32)
@@ -132,7 +133,7 @@ def test_bounds_of_too_many_keys_are_left_to_other_kernels():
 @pytest.mark.parametrize(
     ("reason", "fields", "options", "target"),
     [
-        ("caches in the queries' dtype", {}, {}, "sm90"),
+        ("caches that aren't quantised", {}, {}, "sm90"),
         ("a quantised cache with batch_invariant", INT4, {"batch_invariant": True}, "sm90"),
         ("GPUs other than Hopper", INT4, {}, "sm80"),
         ("float32 queries", INT4 | {"dtype": torch.float32}, {}, "sm90"),

@@ -17,7 +17,7 @@ from quire.kernels.schedule import SEQS, keys_of_band, load_sequence
 
 
 class Decoding(NamedTuple):
-    """Compile-time constants of tiles that are decoded, as the functions of `codes.py` and `primitives.py` name them."""
+    """Compile-time constants of tiles that are decoded, as `codes.py` and `primitives.py` name them."""
 
     BLOCK_N: Any  # keys of a tile
     BLOCK_M: Any  # the same: rows by which panels are chosen
@@ -85,8 +85,8 @@ def decode_kernel(
                 keep = (kv_pos >= start) & (kv_pos < stop)
                 decode_tile(
                     cache, kv, row, kv_pos, keep, kv_head, k_ptr, v_ptr, seq.to(tl.int64) * most_keys, NUM_KV_HEADS,
-                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, DECODE, DECODE if FORMAT is None else DECODE_V,
-                    T,
+                    HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, DECODE,
+                    DECODE if FORMAT is None else DECODE_V, T,
                 )  # fmt: skip
                 turn += step
         turn -= total
@@ -158,7 +158,7 @@ def store_heads(
             number = number * (of_token * UNIT)[:, None] - (of_token * zero)[:, None]
         else:
             number = number * scale[:, None]
-        if T.TOKEN_SCALES and DTYPE == tl.float16:
+        if T.TOKEN_SCALES and tl.float16 == DTYPE:
             number = tl.clamp(number, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         panels = panels + (number.to(DTYPE),)
     joined, columns = join_pairs(panels, DIM, EACH, T.BLOCK_N, T.MOST)

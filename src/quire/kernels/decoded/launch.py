@@ -1,8 +1,8 @@
 """`DecodedLaunch`: a quantised cache's keys and values are decoded once, and the Hopper kernel attends to the results.
 
-The converter of the Hopper kernel (`hopper/convert.py`) decodes each tile for each row block. A prompt has many row blocks. So
-a kernel decodes the batch's keys and values into scratch first, in the queries' dtype, one sequence after the other
-(`kernel.py`). They are a cache without pages, and the Hopper kernel has its launches for 16-bit caches.
+The converter of the Hopper kernel (`hopper/convert.py`) decodes each tile for each row block, of which a prompt has
+many. Here a kernel (`kernel.py`) decodes the batch's keys and values into scratch first, in the queries' dtype, one
+sequence after the other. They are a 16-bit cache without pages, for which the Hopper kernel has its launches.
 
 Scales of heads are not multiplied into numbers: the Hopper kernel multiplies scores and results by them. So numbers of
 e4m3, e5m2, int8 and nvfp4 are exact in 16 bits. Those with a scale for each token are rounded.

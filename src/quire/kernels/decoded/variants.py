@@ -34,7 +34,7 @@ def refusal_of(request: Request, options: Options) -> str | None:
     if spec.latent:
         return "latents"
     if spec.kv_dtype is spec.dtype:
-        return "caches in the queries' dtype"
+        return "caches that aren't quantised"
     if options.batch_invariant:
         return "a quantised cache with batch_invariant"
     return hopper.refusal_of(decoded(request), options)

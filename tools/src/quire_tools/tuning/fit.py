@@ -24,6 +24,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
 from quire.dispatch.request import Options
 from quire.kernels.choose import family_of, kind_of, like, variant_of, variants
+from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.work import Lens, guess, scenarios, work_of
 from quire_tools.tuning.drawn import DrawnCase, case_of
@@ -147,6 +148,8 @@ def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
         if variant not in launches or micros is None:
             continue
         launch = launches[variant]
+        if isinstance(launch, DecodedLaunch):  # whose numbers are those of a 16-bit cache
+            continue
         if isinstance(launch, PortableLaunch) and result.get("partitions"):
             launch = replace(launch, num_partitions=result["partitions"])
         bounded = tuple((share, work_of(launch, some)) for share, some in may_be)
