@@ -658,7 +658,7 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
     ids=str,
 )
 def test_caches_that_are_decoded_once(stored, extra, bound, problem, take):
-    """Sequences of few queries are the decode launch's. Scratch holds NaN, also in the rows of a tile beyond a sequence."""
+    """Sequences of few queries are the decode launch's. Scratch holds NaN, also behind each sequence."""
     take("wg2" if bound else "wg1")
     p = make_problem(quire.AttentionSpec(**LLAMA | stored | extra), MIXED, **problem)
     plan = make_plan(p, bound, "decoded")

@@ -27,7 +27,8 @@ class DecodedRunner:
 
     def __init__(self, launch: DecodedLaunch, batch: Batch, workspace: torch.Tensor) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
-        self.decode, self.fallback = Kernel(decode_kernel), None
+        self.decode = Kernel(decode_kernel)
+        self.fallback: Any = None  # bound when it is first needed
         spec = launch.request.spec
         heads = max(1, batch.num_seqs) * launch.most_keys * spec.num_kv_heads
         self.starts = Part(workspace, torch.int32, launch.table_at, batch.num_seqs)
