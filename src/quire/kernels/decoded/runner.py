@@ -1,5 +1,7 @@
 """Launch the kernel that decodes, and then the Hopper kernel."""
 
+from typing import Any
+
 import torch
 
 from quire.batch import Batch
