@@ -168,9 +168,9 @@ def predicted(
         bytes_again: of keys and values that sequences have in common, each time they are read but the first.
     """
     if isinstance(launch, DecodedLaunch):
-        numbers = numbers_of(launch.attend)
-        decoding = numbers.launch + decoded_bytes(launch, lens) * numbers.megabyte / 1048576
-        return decoding + predicted(launch.attend, lens, bytes_again=bytes_again)
+        numbers = numbers_of(launch, "decoded")
+        before = numbers.launch + decoded_bytes(launch, lens) * numbers.megabyte / 1048576
+        return before + predicted(launch.attend, lens, bytes_again=bytes_again)
     work = work_of(launch, lens)
     if bytes_again:
         work = work._replace(nbytes=work.nbytes - bytes_again * (1 - 1 / FROM_CACHE))
@@ -179,7 +179,8 @@ def predicted(
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        time = max(time, after)  # one multiplies while the other loads
+        # It takes the SMs that the programs of this one leave, and those that finish first.
+        time = max(time, after + time * min(1.0, work.programs / work.slots))
     return time
 
 
