@@ -33,7 +33,11 @@ class Decoding(NamedTuple):
     DECODE_PLACED: Any
 
 
-@triton.jit(do_not_specialize=["num_seqs", "most_keys", "max_decode_queries", "window_left", "window_right"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "most_keys", "max_decode_queries", "window_left", "window_right", "stride_table",
+    ]
+)  # fmt: skip
 def decode_kernel(
     cache,  # views.CacheTensors or views.BlockedCacheTensors
     k_ptr, v_ptr,  # [num_seqs * most_keys, NUM_KV_HEADS, HEAD_DIM or HEAD_DIM_V]
