@@ -9,6 +9,7 @@ from quire.dispatch.request import Options, Request
 from quire.kernels.decoded.launch import DecodedLaunch, spec_of_decoded
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.portable.launch import PortableLaunch
+from quire.kernels.portable.variants import config_of_decode
 from quire.kernels.scratch import MOST_STATES
 
 
@@ -20,8 +21,9 @@ def variants(
         return refusal
     attending, found = hopper.variants(decoded(request), options, fallback, within), dict[str, DecodedLaunch]()
     assert not isinstance(attending, str)
+    config = config_of_decode(request.spec, request.device)
     for name, attend in attending.items():
-        attend = replace(hopper.with_decode_launch(attend, request), has_scales=True)
+        attend = replace(hopper.with_decode_launch(attend, request, config), has_scales=True)
         found[f"decoded {name}"] = launch = DecodedLaunch(request, attend, fallback)
         if launch.most_keys < request.bounds.max_seq_len and not within:
             return f"bounds of keys that take more than {MOST_STATES:,} bytes when decoded"

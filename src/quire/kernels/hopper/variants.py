@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.dispatch.config import HopperConfig, hopper_refusal
+from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
@@ -118,20 +118,21 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
     return found
 
 
-def with_decode_launch(launch: HopperLaunch, request: Request) -> HopperLaunch:
+def with_decode_launch(launch: HopperLaunch, request: Request, config: KernelConfig | None = None) -> HopperLaunch:
     """Return a launch with a further one for those sequences of a request that have few queries, if it may have such.
 
     Args:
         launch: the launch.
         request: that of the launch, or of what was decoded for it.
+        config: of the further one, whose row blocks these sequences fit; chosen when None.
     """
     bounds = request.bounds
-    max_queries = most_decode_queries(request.spec)
+    max_queries = most_decode_queries(request.spec, *(() if config is None else (config.block_m,)))
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
         return launch
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens))
-    return replace(launch, decode=decode_launch(decoding, max_queries, launch.fixed_split_size > 0))
+    return replace(launch, decode=decode_launch(decoding, max_queries, launch.fixed_split_size > 0, config))
 
 
 def section_of(launch: HopperLaunch) -> int | None:

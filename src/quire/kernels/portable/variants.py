@@ -215,9 +215,17 @@ def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
     return replace(decode, num_partitions=max(1, min(decode.num_partitions, most)))
 
 
-def most_decode_queries(spec: AttentionSpec) -> int:
-    """Return the most queries of a sequence that a decode launch serves."""
-    return max(1, MAX_DECODE_ROWS // spec.group_size)
+def most_decode_queries(spec: AttentionSpec, rows: int = MAX_DECODE_ROWS) -> int:
+    """Return the most queries of a sequence that a decode launch serves, with at most so many rows."""
+    return max(1, rows // spec.group_size)
+
+
+def config_of_decode(spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:
+    """Return the configuration of fewest rows, in which a query's fit, that cuts batches of one query each."""
+    listed, least = uses_listed(spec, device, True, True), min(spec.group_size, MAX_DECODE_ROWS)
+    configs = configs_of(spec, device).items()
+    cuts = [config for name, config in configs if config.block_m >= least and set("cj") & set(listed[name])]
+    return min(cuts, key=lambda config: config.block_m)
 
 
 def uses_of(
