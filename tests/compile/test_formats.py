@@ -81,11 +81,11 @@ def test_prompts_are_decoded_for_the_hopper_kernel(kv_format, first_stages):
 def test_the_kernel_that_decodes_does_not_spill_and_moves_16_bytes_at_a_time(features, head_dim, assembled):
     wanted = (launches.FEATURES | launches.COMBINED)[features]
     with compiling(TARGETS["sm90"]) as compiled:
-        runner = launches.plan_of("mixed", launches.make_spec(head_dim, wanted), wanted, kernel="decoded").runner
+        runner = launches.plan_of("prefill", launches.make_spec(head_dim, wanted), wanted, kernel="decoded").runner
         cache = launches.make_cache(runner.decided.request.spec, wanted)
         runner.decode((1, 1, 1), (cache,), None, runner.arguments)
     (kernel,) = compiled
-    assert kernel.kernel == "decode_kernel" and kernel.spills == 0 and kernel.occupancy >= 6, kernel
+    assert kernel.kernel == "decode_kernel" and kernel.spills == 0 and kernel.occupancy >= 12, kernel
     code = assembled[0]["ptx"]
     assert "st.global.v4" in code and "ld.global.v4" in code
-    assert code.count("st.global") <= code.count("st.global.v4") + 1  # and where sequences begin
+    assert code.count("st.global") == code.count("st.global.v4") + 4  # and where 128 sequences begin

@@ -17,6 +17,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache import PagedKVCache
+from quire.dispatch.config import padded
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Runner, key_of, once
@@ -25,7 +26,10 @@ from quire.kernels.scratch import MOST_STATES, ScratchSize
 from quire.kernels.tma import matrix_of_queries
 from quire.spec import AttentionSpec
 
-BLOCK_N, PROGRAMS_PER_SM = 32, 8  # keys of a tile that a program decodes at a time, and programs
+# Numbers of a tile, of keys and of values, which one warp decodes. With 16 keys of 128 columns in a tile, 16,384 keys
+# take 28 to 31 us, and with four warps and 32 keys 29 to 36 (8 KV heads, NVIDIA H200, 2026-11-30).
+TILE = 2048
+PROGRAMS_PER_SM = 32
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,15 @@ class DecodedLaunch:
         return self.attend.num_programs(num_tokens)
 
     @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+        return TILE // max(padded(self.request.spec.head_dim), padded(self.request.spec.head_dim_v))
+
+    @property
     def num_decoders(self) -> int:
         """Programs that decode."""
         request = self.request
-        tiles = request.num_seqs * cdiv(request.bounds.max_seq_len, BLOCK_N) * request.spec.num_kv_heads
+        tiles = request.num_seqs * cdiv(request.bounds.max_seq_len, self.block_n) * request.spec.num_kv_heads
         return max(1, min(tiles, PROGRAMS_PER_SM * request.device.num_sms))
 
     @once
@@ -91,7 +100,7 @@ class DecodedLaunch:
         options = {"launch_pdl": True} if has_pdl else {}
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_N": BLOCK_N, "PDL": has_pdl, "num_warps": 4,
+            "BLOCK_N": self.block_n, "PDL": has_pdl, "num_warps": 1,
         } | options  # fmt: skip
 
     def compile_keys(self) -> frozenset[Hashable]:
