@@ -35,17 +35,21 @@ def decoding(problem, num_sms=1):
 
 
 def decode(problem):
-    """Return the keys and values of each sequence in scratch, and which ones of these queries see."""
+    """Return a plan, and of each sequence the keys and values in scratch; None of those that are not decoded."""
     from tests.hopper_simulator.launch import simulated_hopper
 
     plan = decoding(problem)
-    runner = plan.runner
+    runner, launch = plan.runner, plan.launch
     with simulated_hopper(num_sms=1):
-        runner.decode((runner.decided.num_decoders, 1, 1), (problem.cache,), None, runner.arguments)
-    num_seqs, spec = problem.batch.num_seqs, problem.spec
-    assert runner.starts.tensor().tolist() == [seq * plan.launch.most_keys for seq in range(num_seqs)]
-    k, v = (part.tensor().view(num_seqs, plan.launch.most_keys, spec.num_kv_heads, -1) for part in (runner.k, runner.v))
-    return plan, k, v
+        runner.decode((launch.num_decoders, 1, 1), (problem.cache,), None, runner.arguments)
+    shape = launch.most_seqs, launch.most_keys, problem.spec.num_kv_heads, -1
+    of_scratch = [part.tensor().view(shape) for part in (runner.k, runner.v)]
+    found = []
+    for q_len, start in zip(problem.query_lens, runner.starts.tensor().tolist(), strict=True):
+        place = sum(each is not None for each in found)
+        found.append([x[place] for x in of_scratch] if q_len > launch.attend.max_decode_queries else None)
+        assert found[-1] is None or start == place * launch.most_keys
+    return plan, found
 
 
 def without_scales_of_heads(cache):
@@ -69,29 +73,32 @@ def test_numbers_are_decoded_to_the_bits_of_the_reference(stored, extra, pages, 
     """All keys that queries see, and no others: sequences of few queries are left to the decode launch."""
     spec = quire.AttentionSpec(**HEADS | stored | extra)
     p = make_problem(spec, LENS, scales=scales, **pages)
-    plan, k, v = decode(p)
+    plan, found = decode(p)
     cache = without_scales_of_heads(p.cache)
-    few = plan.launch.attend.max_decode_queries
-    assert few >= 2
+    assert plan.launch.attend.max_decode_queries >= 2
     left, _ = spec.window
     for seq, (q_len, kv_len) in enumerate(LENS):
-        first = max(0, kv_len - q_len - left) if q_len > few else kv_len
+        if found[seq] is None:
+            continue
+        first = max(0, kv_len - q_len - left)
         positions = torch.arange(first, kv_len)
         expected = reference.gather(cache, p.batch, seq, positions, torch.float32)
-        for found, exact in zip((k[seq], v[seq]), expected, strict=True):
-            assert torch.equal(found[first:kv_len], exact.half()), (seq, q_len)
-            assert found[:first].isnan().all() and found[kv_len:].isnan().all(), seq
+        for here, exact in zip(found[seq], expected, strict=True):
+            assert torch.equal(here[first:kv_len], exact.half()), (seq, q_len)
+            assert here[:first].isnan().all() and here[kv_len:].isnan().all(), seq
+    assert sum(each is not None for each in found) in (3, 4)
 
 
 @pytest.mark.skipif(not interprets(), reason="the kernel runs in Triton's interpreter")
 def test_more_sequences_than_are_read_at_once():
     lens = [(5 + seq % 3 if seq % 7 else 1, 10 + seq % 40) for seq in range(150)]
     p = make_problem(quire.AttentionSpec(**HEADS | INT4 | {"num_q_heads": 8}), lens)
-    plan, k, _ = decode(p)
-    few = plan.launch.attend.max_decode_queries
+    _, found = decode(p)
     for seq, (q_len, kv_len) in enumerate(lens):
-        exact, _ = reference.gather(p.cache, p.batch, seq, torch.arange(kv_len), torch.float32)
-        assert torch.equal(k[seq, :kv_len], exact.half()) if q_len > few else k[seq].isnan().all(), seq
+        assert (found[seq] is None) == (q_len == 1)
+        if found[seq] is not None:
+            exact = reference.gather(p.cache, p.batch, seq, torch.arange(kv_len), torch.float32)
+            assert all(torch.equal(x[:kv_len], one.half()) for x, one in zip(found[seq], exact, strict=True)), seq
 
 
 @pytest.mark.skipif(not interprets(), reason="the kernel runs in Triton's interpreter")
@@ -100,18 +107,18 @@ def test_with_intervals_all_keys_are_decoded():
         quire.AttentionSpec(**HEADS | NVFP4), ((40, 200),), per_token=partial(intervals.chunked_local, size=32)
     )
     # Pages before the first interval hold poison, which is read and not used.
-    _, k, _ = decode(p)
+    _, ((k, _),) = decode(p)
     exact, _ = reference.gather(without_scales_of_heads(p.cache), p.batch, 0, torch.arange(160, 200), torch.float32)
-    assert torch.equal(k[0, 160:200], exact.half())
+    assert torch.equal(k[160:200], exact.half())
 
 
 @pytest.mark.skipif(not interprets(), reason="the kernel runs in Triton's interpreter")
 def test_numbers_beyond_the_range_of_float16_are_its_largest():
     p = make_problem(quire.AttentionSpec(**HEADS | INT4), ((9, 20),))
     p.cache.k_scale.mul_(2.0**40)
-    _, k, _ = decode(p)
+    _, ((k, _),) = decode(p)
     exact, _ = reference.gather(p.cache, p.batch, 0, torch.arange(20), torch.float32)
-    assert torch.equal(k[0, :20], exact.clamp(-65504, 65504).half())
+    assert torch.equal(k[:20], exact.clamp(-65504, 65504).half())
 
 
 def request_of(spec, num_seqs, queries, keys, device=PROPERTIES, **fields):

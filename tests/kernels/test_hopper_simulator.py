@@ -25,6 +25,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
+from quire.kernels.decoded import launch as decoded
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.lazy_max import LIMIT, first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.operands import unpacked
@@ -668,6 +669,20 @@ def test_caches_that_are_decoded_once(stored, extra, bound, problem, take):
         verdict = error_budget(p, state)
         assert verdict.passed and "hopper_kernel" in simulated, (plan, verdict)
     assert plan.launch.attend.decode is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [{"kv_format": "int4"}, E4M3], ids=str)
+def test_where_room_is_scarce_more_sequences_are_left_to_the_decode_launch(stored, monkeypatch):
+    """Those that are decoded follow each other, whichever they are."""
+    lens = ((2, 90), (80, 200), (17, 33), (12, 70), (1, 150), (40, 40))
+    p = make_problem(quire.AttentionSpec(**LLAMA | stored), lens)
+    monkeypatch.setattr(decoded, "MOST_STATES", 4 * 200 * 2 * 128 * 2)  # four sequences of 200 keys
+    plan = make_plan(p, kernel="decoded")
+    plan.memory[plan.launch.scratch_size().counters :] = 255
+    assert plan.launch.attend.max_decode_queries == (32 if "kv_format" in stored else 64), plan
+    state, simulated = attend(p, plan)
+    assert error_budget(p, state).passed and "hopper_kernel" in simulated, plan
 
 
 @pytest.mark.slow

@@ -35,16 +35,16 @@ class Decoding(NamedTuple):
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "most_keys", "max_decode_queries", "window_left", "window_right", "stride_table",
+        "num_seqs", "most_seqs", "most_keys", "max_decode_queries", "window_left", "window_right", "stride_table",
     ]
 )  # fmt: skip
 def decode_kernel(
     cache,  # views.CacheTensors or views.BlockedCacheTensors
-    k_ptr, v_ptr,  # [num_seqs * most_keys, NUM_KV_HEADS, HEAD_DIM or HEAD_DIM_V]
+    k_ptr, v_ptr,  # [most_seqs * most_keys, NUM_KV_HEADS, HEAD_DIM or HEAD_DIM_V]
     starts_ptr,  # [num_seqs] int32: the first token of each sequence there
     kv,  # views.KVLayout
     cu_seqlens_q,
-    num_seqs, most_keys, max_decode_queries, window_left, window_right, stride_table,
+    num_seqs, most_seqs, most_keys, max_decode_queries, window_left, window_right, stride_table,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, K_VEC: tl.constexpr, V_VEC: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr, STRIDE_UNIT: tl.constexpr, TOKEN_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -63,6 +63,7 @@ def decode_kernel(
     program, step = tl.program_id(0), tl.num_programs(0)
     index = tl.arange(0, SEQS)
     turn = program  # of this program, among the tiles of these sequences
+    before = num_seqs * 0  # sequences with room
     for first in tl.range(0, num_seqs, SEQS, num_stages=1):
         seqs = first + index
         s = load_sequence(kv, cu_seqlens_q, seqs, seqs < num_seqs)
@@ -70,25 +71,30 @@ def decode_kernel(
             starts, stops = keys_of_band(s, 0, s.q_len, window_left, window_right)
         else:
             starts, stops = s.seq_len * 0, s.seq_len
+        ours = (s.q_len > max_decode_queries).to(tl.int32)
+        places = before + tl.cumsum(ours, 0) - ours  # of a sequence's keys
+        before += tl.sum(ours, 0)
+        has_room = (ours > 0) & (places < most_seqs)  # which all have whose lengths are within bounds
+        stops = tl.where(has_room, tl.minimum(stops, most_keys), 0)
         tiles = tl.maximum((stops + BLOCK_N - 1) // BLOCK_N - starts // BLOCK_N, 0) * NUM_KV_HEADS
-        tiles = tl.where(s.q_len > max_decode_queries, tiles, 0)
         ends = tl.cumsum(tiles, 0)
         total = tl.sum(tiles, 0)
         if program == 0:
-            tl.store(starts_ptr + seqs, seqs * most_keys, seqs < num_seqs)
+            tl.store(starts_ptr + seqs, places * most_keys, has_room)
         while turn < total:
             owner = index == tl.sum((ends <= turn).to(tl.int32), 0)
             start, stop = tl.sum(tl.where(owner, starts, 0), 0), tl.sum(tl.where(owner, stops, 0), 0)
             seq, end = tl.sum(tl.where(owner, seqs, 0), 0), tl.sum(tl.where(owner, ends, 0), 0)
+            place = tl.sum(tl.where(owner, places, 0), 0).to(tl.int64)
             row = table_row(kv, seq, stride_table)
             last = (stop + BLOCK_N - 1) // BLOCK_N
             while turn < end:
-                before = end - 1 - turn  # tiles of heads from the last one of the sequence on
-                kv_pos = (last - 1 - before // NUM_KV_HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
-                kv_head = NUM_KV_HEADS - 1 - before % NUM_KV_HEADS
+                after = end - 1 - turn  # tiles of heads up to the last one of the sequence
+                kv_pos = (last - 1 - after // NUM_KV_HEADS) * BLOCK_N + tl.arange(0, BLOCK_N)
+                kv_head = NUM_KV_HEADS - 1 - after % NUM_KV_HEADS
                 keep = (kv_pos >= start) & (kv_pos < stop)
                 decode_tile(
-                    cache, kv, row, kv_pos, keep, kv_head, k_ptr, v_ptr, seq.to(tl.int64) * most_keys, NUM_KV_HEADS,
+                    cache, kv, row, kv_pos, keep, kv_head, k_ptr, v_ptr, place * most_keys, NUM_KV_HEADS,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, K_VEC, V_VEC, DECODE,
                     DECODE if FORMAT is None else DECODE_V, T,
                 )  # fmt: skip

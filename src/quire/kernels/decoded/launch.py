@@ -52,15 +52,21 @@ class DecodedLaunch:
         return "decoded"
 
     @property
+    def most_seqs(self) -> int:
+        """Sequences for which there is room: no batch has more that the decode launch leaves."""
+        bounds = self.request.bounds
+        return max(1, min(self.request.num_seqs, bounds.num_tokens // (self.attend.max_decode_queries + 1)))
+
+    @property
     def most_keys(self) -> int:
         """Keys of a sequence for which there is room: all, of any launch but those that are for scratch or warm-ups."""
-        each = max(1, self.request.num_seqs) * self.attend.request.spec.bytes_per_token
+        each = self.most_seqs * self.attend.request.spec.bytes_per_token
         return max(1, min(self.request.bounds.max_seq_len, MOST_STATES // each))
 
     @property
     def decoded_bytes(self) -> int:
         """Bytes of all keys and values in 16 bits."""
-        return max(1, self.request.num_seqs) * self.most_keys * self.attend.request.spec.bytes_per_token
+        return self.most_seqs * self.most_keys * self.attend.request.spec.bytes_per_token
 
     @property
     def table_at(self) -> int:
@@ -85,7 +91,7 @@ class DecodedLaunch:
     def num_decoders(self) -> int:
         """Programs that decode."""
         request = self.request
-        tiles = request.num_seqs * cdiv(request.bounds.max_seq_len, self.block_n) * request.spec.num_kv_heads
+        tiles = self.most_seqs * cdiv(request.bounds.max_seq_len, self.block_n) * request.spec.num_kv_heads
         return max(1, min(tiles, PROGRAMS_PER_SM * request.device.num_sms))
 
     @once

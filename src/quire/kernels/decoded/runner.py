@@ -32,7 +32,7 @@ class DecodedRunner:
         self.decode = Kernel(decode_kernel)
         self.fallback: Any = None  # bound when it is first needed
         spec = launch.request.spec
-        heads = max(1, batch.num_seqs) * launch.most_keys * spec.num_kv_heads
+        heads = launch.most_seqs * launch.most_keys * spec.num_kv_heads
         self.starts = Part(workspace, torch.int32, launch.table_at, batch.num_seqs)
         self.k = Part(workspace, spec.dtype, launch.decoded_at, heads * spec.head_dim)
         self.v = Part(workspace, spec.dtype, launch.decoded_at + 2 * self.k.size, heads * spec.head_dim_v)
@@ -79,7 +79,7 @@ class DecodedRunner:
         }  # fmt: skip
         fixed = (
             self.k, self.v, self.starts, layout, batch.cu_seqlens_q, batch.num_seqs,
-            decided.most_keys, decided.attend.max_decode_queries, *spec.window,
+            decided.most_seqs, decided.most_keys, decided.attend.max_decode_queries, *spec.window,
             batch.page_table.stride(0),
         )  # fmt: skip
         return Arguments((views.cache_tensors(cache, element),), fixed, meta)

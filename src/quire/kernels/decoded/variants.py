@@ -1,6 +1,7 @@
 """The variants of launches that decode: those of the Hopper kernel for a 16-bit cache.
 
-Sequences of few queries are left to a decode launch, which reads them as they are stored.
+Sequences of few queries are left to a decode launch, which reads them as they are stored. Of bounds that leave no room
+for all others, these are sequences of more queries: as many as batches of so many tokens have room for are decoded.
 """
 
 from dataclasses import replace
@@ -9,8 +10,11 @@ from quire.dispatch.request import Options, Request
 from quire.kernels.decoded.launch import DecodedLaunch, spec_of_decoded
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.portable.variants import config_of_decode
+from quire.kernels.portable.variants import config_of_decode, most_decode_queries
 from quire.kernels.scratch import MOST_STATES
+
+# How many queries few are may be multiplied by a power of STEP, of which there are STEPS: each has a kernel.
+STEP, STEPS = 8, 4
 
 
 def variants(
@@ -21,13 +25,19 @@ def variants(
         return refusal
     attending, found = hopper.variants(decoded(request), options, fallback, within), dict[str, DecodedLaunch]()
     assert not isinstance(attending, str)
-    config = config_of_decode(request.spec, request.device)
+    spec = request.spec
+    config = config_of_decode(spec, request.device)
+    few = most_decode_queries(spec, config.block_m)
     for name, attend in attending.items():
-        attend = replace(hopper.with_decode_launch(attend, request, config), has_scales=True)
-        found[f"decoded {name}"] = launch = DecodedLaunch(request, attend, fallback)
-        if launch.most_keys < request.bounds.max_seq_len and not within:
-            return f"bounds of keys that take more than {MOST_STATES:,} bytes when decoded"
-    return found
+        for most in (few * STEP**i for i in range(STEPS)):
+            beside = hopper.with_decode_launch(attend, request, most, config)
+            launch = DecodedLaunch(request, replace(beside, has_scales=True), fallback)
+            if within:
+                found[f"decoded {name}, {most}"] = launch
+            elif launch.most_keys >= request.bounds.max_seq_len:
+                found[f"decoded {name}"] = launch
+                break
+    return found or f"bounds of keys that take more than {MOST_STATES:,} bytes when decoded"
 
 
 def refusal_of(request: Request, options: Options) -> str | None:

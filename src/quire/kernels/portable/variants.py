@@ -216,7 +216,7 @@ def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
 
 
 def most_decode_queries(spec: AttentionSpec, rows: int = MAX_DECODE_ROWS) -> int:
-    """Return the most queries of a sequence that a decode launch serves, with at most so many rows."""
+    """Return the most queries of a sequence that a decode launch serves, if they are to have at most so many rows."""
     return max(1, rows // spec.group_size)
 
 
