@@ -288,6 +288,10 @@ HOPPER_FEATURES = (
         {"per_token": partial(intervals.chunked_local, size=90)},
     ),
     Feature("prompts on Hopper, e4m3 output", {"head_dim": 128}, PROMPTS, HOPPER, out_scale=0.02),
+    *(
+        Feature(f"prompts on Hopper, {name} decoded once", {"head_dim": 128, **stored}, PROMPTS, {"kernel": "decoded"})
+        for name, stored in (("int4", {"kv_format": "int4"}), ("nvfp4", {"kv_format": "nvfp4"}), ("e4m3", FP8))
+    ),
 )
 MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
 FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}
