@@ -30,8 +30,8 @@ def variants(
     few = most_decode_queries(spec, config.block_m)
     for name, attend in attending.items():
         for most in (few * STEP**i for i in range(STEPS)):
-            beside = hopper.with_decode_launch(attend, request, most, config)
-            launch = DecodedLaunch(request, replace(beside, has_scales=True), fallback)
+            both = hopper.with_decode_launch(attend, request, most, config)
+            launch = DecodedLaunch(request, replace(both, has_scales=True), fallback)
             if within:
                 found[f"decoded {name}, {most}"] = launch
             elif launch.most_keys >= request.bounds.max_seq_len:
