@@ -46,7 +46,7 @@ class HopperLaunch:
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
         cuts: whether programs cut row blocks by keys where lengths differ.
-        has_scales: whether keys and values were decoded (`decoded.py`), and heads may have scales.
+        has_scales: whether keys and values were decoded (`kernels/decoded`), and heads may have scales.
     """
 
     request: Request
