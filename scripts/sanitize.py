@@ -56,7 +56,8 @@ CASES = (
 E4M3 = torch.float8_e4m3fn
 FORMATS = (  # of few rows, of prompts, and with tiles of 128 rows
     (((1, 900), (1, 33), (2, 500)), {"num_splits": 3}),
-    (((150, 300), (1, 90)), {}),
+    (((150, 300), (1, 90)), {"kernel": "portable"}),
+    (((150, 300), (1, 90), (1, 0)), {"kernel": "decoded"}),
     (((200, 300), (33, 90)), {"config": KernelConfig(128, 64, 8, 3, True, 1, block_d=128, block_dv=128)}),
 )
 LATENTS = (
@@ -111,7 +112,7 @@ args = parser.parse_args()
 part, parts = map(int, args.part.split("/"))
 portable = args.portable or not device_properties(torch.device("cuda")).has_wgmma
 for spec, lens, options, layout in ALL[part - 1 :: parts]:
-    if portable and "hopper" in options.get("kernel", ""):
+    if portable and any(name in options.get("kernel", "") for name in ("hopper", "decoded")):
         continue
     problem = make_problem(spec, lens, device="cuda", **layout)
     plan = quire.plan(spec, problem.batch, **problem.bounds | options)

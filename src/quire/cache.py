@@ -9,6 +9,7 @@ Four layouts reduce to one address of the element (page, slot, head, dim):
 Latents are keys of one head, whose first columns are the values: k and v are two views of the same bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
@@ -598,6 +599,29 @@ def _facts_of(x: torch.Tensor) -> tuple[Any, ...]:
     """Return all that a cache of packed keys and values reads of one of them."""
     is_small = x.untyped_storage().nbytes() < 1 << 31
     return x.dtype, x.device, x.shape, x.stride(), x.storage_offset() % 2, is_small
+
+
+def decoded_cache(k: torch.Tensor, v: torch.Tensor) -> Callable[[PagedKVCache], PagedKVCache]:
+    """Return a function that returns `PagedKVCache(k, v, "THD")` with the scales of heads of another cache.
+
+    Args:
+        k: decoded keys, in 16 bits.
+        v: decoded values.
+    """
+    plain, known = PagedKVCache(k, v, "THD"), dict[int, dict[str, Any]]()
+
+    def with_scales_of(stored: PagedKVCache) -> PagedKVCache:
+        scales = {"k_scale": stored.k_scale, "v_scale": stored.v_scale} if stored.scale_kind == "head" else {}
+        made = object.__new__(PagedKVCache)
+        if stored.kind in known:
+            made.__dict__.update(known[stored.kind], **scales)
+            return made
+        made.__dict__.update(plain.__dict__, scale_kind=stored.scale_kind if scales else "none", **scales)
+        _ = made.kind, made.extents, made.strides, made.scale_strides
+        known[stored.kind] = dict(made.__dict__)
+        return made
+
+    return with_scales_of
 
 
 MOST_PACKED = 64  # shapes and strides of packed keys and values that are kept

@@ -88,7 +88,8 @@ class Plan:
     def kernel(self) -> str:
         """Name of the kernel family.
 
-        It is "block", "split_kv", "hopper", "mla", "mla_hopper", "chosen", "chosen_hopper", "torch" or "shared_prefix".
+        It is "block", "split_kv", "hopper", "decoded", "mla", "mla_hopper", "chosen", "chosen_hopper", "torch" or
+        "shared_prefix".
         """
         return self.launch.name
 
@@ -255,11 +256,12 @@ def plan(
         workspace: uint8 memory for the scratch, all 0 when it is first used. Plans that never run at the same time may
             use the same workspace. One of `quire.workspace_size` bytes serves every plan within those bounds to which
             no num_splits, config or kernel is given. Allocated when not given.
-        kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU; for
-            latents, "mla" for the portable kernel, "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for
-            the portable kernels, "chosen_hopper" for that for latents on Hopper GPUs; the fastest when not given. A
-            plan is made before the cache is known. If a kernel for Hopper GPUs does not serve the cache's pages,
-            strides or scales, the fallback that the plan names does; `launch_for` says which one it is.
+        kernel: "portable" for the portable kernel, "hopper" for the kernel for prompts on a Hopper GPU, "decoded" for
+            the same after a launch that decodes a quantised cache; for latents, "mla" for the portable kernel,
+            "mla_hopper" for that for Hopper GPUs; for chosen keys, "chosen" for the portable kernels, "chosen_hopper"
+            for that for latents on Hopper GPUs; the fastest when not given. A plan is made before the cache is known.
+            If a kernel for Hopper GPUs does not serve the cache's pages, strides or scales, the fallback that the plan
+            names does; `launch_for` says which one it is.
         shared_prefix: leading keys that sequences have in common, in the same pages. They are read once for all queries
             of a group, and each query attends to them and to its own keys; the result is that of a flat plan. A number
             says how many keys all sequences share, a multiple of the page size. A list has levels, and a level is a

@@ -36,6 +36,7 @@ def attention(
     qk_norm: QKNorm | None = None,
     dtype: torch.dtype = torch.float64,
     in_fp8: bool = False,
+    decoded: torch.dtype | None = None,
 ) -> State:
     """Attend over the paged cache.
 
@@ -59,6 +60,7 @@ def attention(
         qk_norm: how they are normalised before.
         dtype: of the arithmetic. float64 gives the specified result; the input dtype shows the error of that precision.
         in_fp8: round queries and probabilities as matrix products in float8_e4m3fn do.
+        decoded: round keys and values of the cache to this dtype.
 
     Returns:
         `State` with out [num_tokens, num_q_heads, head_dim_v] and lse [num_tokens, num_q_heads], both of `dtype`.
@@ -102,6 +104,8 @@ def attention(
         # Keys that no query sees may have been freed and overwritten (a sliding window's past): they must not be read.
         needed = visible.any(0).nonzero()[:, 0] if q_len else torch.arange(0, device=q.device)
         all_keys, all_values = gather(cache, batch, seq, needed, dtype, step)
+        if decoded is not None:
+            all_keys, all_values = (x.to(decoded).to(dtype) for x in (all_keys, all_values))
         visible = visible[:, needed]
         for heads in head_blocks(spec, visible.numel()):
             kv_head = heads.start // spec.group_size

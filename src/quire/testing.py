@@ -534,8 +534,10 @@ class Oracle:
     The budget comes from the data: 2 · (error of `quire.reference` at the input dtype + eps · max|exact|). eps is the
     dtype's, or the error of a GPU's exp2 if that is larger. In float32, a kernel adds the head_dim products of a score
     one after the other. The rounding errors of such a sum grow with the root of head_dim, and eps with them, from 64
-    on. Where a spec allows products in fp8, the reference rounds as they do. An output in float8_e4m3fn may differ from
-    the saturated result by that budget and, in addition, by half a unit of its last place.
+    on. Where a spec allows products in fp8, the reference rounds as they do. Where 16-bit queries meet a cache with a
+    scale for each token, a launch may decode keys and values in the queries' dtype, so the reference of the lse rounds
+    them too. An output in float8_e4m3fn may differ from the saturated result by that budget and, in addition, by half a
+    unit of its last place.
 
     Args:
         problem: what is computed.
@@ -604,8 +606,10 @@ class Oracle:
     def _reference(self, dtype: torch.dtype) -> State:
         p = self.problem
         in_fp8 = p.spec.allow_fp8 and p.spec.kv_dtype is torch.float8_e4m3fn and dtype is not torch.float64
+        rounds = p.cache.scale_kind == "token" and p.spec.dtype.itemsize == 2 and dtype is not torch.float64
+        rounding = {"in_fp8": in_fp8, "decoded": p.spec.dtype if rounds else None}
         with torch.no_grad(), torch.autocast(p.q.device.type, enabled=False):
-            return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, **p.step, dtype=dtype, in_fp8=in_fp8)
+            return reference.attention(p.q, p.cache, p.batch, p.spec, **p.tables, **p.step, dtype=dtype, **rounding)
 
 
 def error_budget(problem: Problem, result: torch.Tensor | State) -> Verdict:

@@ -197,7 +197,13 @@ def new_tokens(plan: quire.Plan) -> dict:
     return {"k": k.unflatten(1, heads), "v": v.unflatten(1, heads), "slot_mapping": slots}
 
 
-def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invariant: bool = False) -> quire.Plan:
+def plan_of(
+    batch: str,
+    spec: quire.AttentionSpec,
+    wanted: Features,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> quire.Plan:
     """Plan for one of BATCHES or APPENDING."""
     num_seqs, q_len, kv_len, *num_tokens = (BATCHES | APPENDING)[batch]
     pages = cdiv(kv_len, wanted.page_size)
@@ -211,7 +217,7 @@ def plan_of(batch: str, spec: quire.AttentionSpec, wanted: Features, batch_invar
     cu_pages = cu_seqlens_q.clone() if wanted.flat_table else None
     described = quire.Batch(table, cu_seqlens_q[1:], starts, cu_pages, **seen)
     bounds = {"max_query_len": q_len, "max_seq_len": kv_len, "num_tokens": num_tokens}
-    return quire.plan(spec, described, **bounds, batch_invariant=batch_invariant)
+    return quire.plan(spec, described, **bounds, batch_invariant=batch_invariant, kernel=kernel)
 
 
 def make_inputs(plan: quire.Plan, wanted: Features) -> dict:

@@ -220,7 +220,7 @@ def test_the_hopper_kernel_of_intervals_compiles_fits_and_does_not_spill(batch, 
     """Not in its loops: the stack that is left holds what lives around them."""
     wanted = launches.Features(extra, page_size=page_size, lse=True, per_token=INTERVALS)
     with compiling(TARGETS["sm90"]) as compiled:
-        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
+        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted, kernel="hopper")
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     kernel = without_schedules(compiled)[0]
     assert plan.kernel == kernel.kernel.removesuffix("_kernel") == "hopper"
@@ -490,7 +490,7 @@ def test_the_hopper_kernel_of_outputs_in_e4m3_fits_and_does_not_spill(batch, hea
     """Not in its loops."""
     wanted = launches.Features(extra, out_scale=True)
     with compiling(TARGETS["sm90"]) as compiled:
-        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted)
+        plan = launches.plan_of(batch, launches.make_spec(head_dim, wanted), wanted, kernel="hopper")
         quire.attention(**launches.make_inputs(plan, wanted), plan=plan)
     kernel = without_schedules(compiled)[0]
     assert plan.kernel == kernel.kernel.removesuffix("_kernel") == "hopper"

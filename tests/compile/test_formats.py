@@ -65,9 +65,27 @@ def test_writes_and_copies_compile_and_do_not_spill(kv_format, target):
     assert not any(kernel.spills for kernel in compiled)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_hopper_kernels_leave_a_format_to_the_portable_one(kv_format, first_stages):
+def test_prompts_are_decoded_for_the_hopper_kernel(kv_format, first_stages):
     with compiling(TARGETS["sm90"]):
         plan = launches.attend("prefill", 128, kv_format)
-    assert plan.kernel in ("block", "split_kv")
-    assert "portable_kernel" in [name for name, _, _ in first_stages]
+    assert plan.kernel == "decoded"
+    assert [name for name, _, _ in first_stages] == ["decode_kernel", "hopper_schedule_kernel", "hopper_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("features", "head_dim"),
+    [("int4", 128), ("nvfp4", 128), extended("k8v4", 128), ("e4m3", 64), extended("int8 per token", 256)],
+)
+def test_the_kernel_that_decodes_does_not_spill_and_moves_16_bytes_at_a_time(features, head_dim, assembled):
+    wanted = (launches.FEATURES | launches.COMBINED)[features]
+    with compiling(TARGETS["sm90"]) as compiled:
+        runner = launches.plan_of("prefill", launches.make_spec(head_dim, wanted), wanted, kernel="decoded").runner
+        cache = launches.make_cache(runner.decided.request.spec, wanted)
+        runner.decode((1, 1, 1), (cache,), None, runner.arguments)
+    (kernel,) = compiled
+    assert kernel.kernel == "decode_kernel" and kernel.spills <= 8 and kernel.occupancy >= 12, kernel  # 8 with 3.8.0
+    code = assembled[0]["ptx"]
+    assert "st.global.v4" in code and "ld.global.v4" in code
+    assert code.count("st.global") == code.count("st.global.v4") + 4  # and where 128 sequences begin

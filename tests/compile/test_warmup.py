@@ -95,14 +95,17 @@ def test_nothing_compiles_for_shared_prefixes_after_a_warm_up_of_both_parts_and_
     [
         *product(["plain", "e4m3", "e4m3, scales per token"], [False, True, "rotated"]),
         ("pages of 1072, heads of 256", False),
+        ("int4", False),
     ],
 )
 def test_nothing_compiles_after_warmup(kind, append, without_compiler):
     """Some tiles in pages of 1072 are one box, where a query may see more than 1024 keys."""
     spec = replace(SPEC, kv_dtype=torch.float8_e4m3fn) if "e4m3" in kind else SPEC
     spec = replace(spec, head_dim=256, head_dim_v=256) if "256" in kind else spec
+    spec = replace(spec, kv_dtype=None, kv_format="int4") if kind == "int4" else spec
+    decodes = spec.kv_dtype is not spec.dtype
     cache = quire.PagedKVCache.empty(spec, 2, 1072 if "1072" in kind else 16)
-    if "token" in kind:  # which the Hopper kernel does not serve
+    if "token" in kind:  # which the Hopper kernel serves only once they are decoded
         cache = quire.PagedKVCache(cache.k, cache.v, "NHD", torch.ones(2, 16, 8), torch.ones(2, 16, 8))
     with compiling(without_compiler()) as compiled:
         how = {}
@@ -131,10 +134,12 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                 table = torch.zeros(len(lens), 125, dtype=torch.int32)
                 batch = quire.Batch(table, torch.tensor([s for _, s in lens], dtype=torch.int32), starts)
                 q_lens = [q for q, _ in lens]
-                plan = quire.plan(
-                    spec, batch, max_query_len=max(q_lens), max_seq_len=max(s for _, s in lens), num_tokens=sum(q_lens)
-                )
+                keys = max(s for _, s in lens)
+                bounds = {"max_query_len": max(q_lens), "max_seq_len": keys, "num_tokens": sum(q_lens)}
+                plan = quire.plan(spec, batch, **bounds)
                 q = torch.empty(sum(q_lens), 32, spec.head_dim, dtype=torch.float16)
+                if decodes:  # also where that is not the fastest
+                    quire.attention(q, cache, quire.plan(spec, batch, **bounds, kernel="decoded"))
                 # New tokens are slices of a fused projection.
                 k, v = torch.empty(sum(q_lens), 48, spec.head_dim, dtype=torch.float16)[:, 32:].split(8, 1)
                 new = dict(k=k, v=v, slot_mapping=torch.zeros(sum(q_lens), dtype=torch.int64))
@@ -147,8 +152,8 @@ def test_nothing_compiles_after_warmup(kind, append, without_compiler):
                         quire.attention(q, cache, plan, **new)
     write = "norm_rope_kernel" if append == "rotated" else "write_kernel"
     portable = {"schedule_kernel", "portable_kernel", "combine_partials_kernel"}
-    of_hopper = set() if "token" in kind else {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
-    assert kernels == {write} | portable | of_hopper
+    of_hopper = {"hopper_schedule_kernel", "hopper_kernel", "combine_kernel"}
+    assert kernels == {write} | portable | of_hopper | ({"decode_kernel"} if decodes else set())
 
 
 def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operator(without_compiler):

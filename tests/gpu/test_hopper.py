@@ -1096,7 +1096,7 @@ def test_what_it_does_not_serve_is_named(options, words):
     p = make_problem(quire.AttentionSpec(**LLAMA | options), ((200, 200),), device="cuda")
     with pytest.raises(quire.UnsupportedError, match=words):
         quire.plan(p.spec, p.batch, **p.bounds, kernel="hopper")
-    assert quire.plan(p.spec, p.batch, **p.bounds).kernel in ("block", "split_kv")
+    assert quire.plan(p.spec, p.batch, **p.bounds).kernel != "hopper"
 
 
 @pytest.mark.parametrize("seed", range(12))  # a test for each: each compiles a kernel, and processes share them

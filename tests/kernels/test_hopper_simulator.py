@@ -25,6 +25,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
+from quire.kernels.decoded import launch as decoded
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.lazy_max import LIMIT, first_softmax, maximum_and_sum, next_softmax
 from quire.kernels.hopper.operands import unpacked
@@ -642,6 +643,46 @@ def test_quantised_caches(kv_dtype, head_dim, page_size):
     spec = quire.AttentionSpec(**LLAMA | {"head_dim": head_dim, "kv_dtype": kv_dtype})
     assert_right(spec, scales="tensor", page_size=page_size)
     assert_right(replace(spec, sliding_window=50, sinks=True), scales="head", layout="HND", page_size=page_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stored", "extra", "bound", "problem"),
+    [
+        ({"kv_format": "int4"}, {"sliding_window": 50}, None, {"page_size": 24}),
+        ({"kv_format": "nvfp4"}, {"softcap": 20.0, "sinks": True}, LONG, {"flat_table": True}),
+        ({"kv_format": "k8v4"}, {"head_dim": 128}, LONG, {"layout": "HND"}),
+        (E4M3, {"head_dim": 80, "alibi": True}, None, {"scales": "token"}),
+        extended({"kv_dtype": torch.int8}, {"num_q_heads": 14}, None, {"page_size": 1}),
+        extended({"kv_format": "int4"}, {"head_dim": 256}, LONG, {}),
+    ],
+    ids=str,
+)
+def test_caches_that_are_decoded_once(stored, extra, bound, problem, take):
+    """Sequences of few queries are the decode launch's. Scratch holds NaN, also behind each sequence."""
+    take("wg2" if bound else "wg1")
+    p = make_problem(quire.AttentionSpec(**LLAMA | stored | extra), MIXED, **problem)
+    plan = make_plan(p, bound, "decoded")
+    plan.memory[plan.launch.scratch_size().counters :] = 255
+    for seed in range(2):  # the second time on what the first one left
+        state, simulated = attend(p, plan, seed)
+        verdict = error_budget(p, state)
+        assert verdict.passed and "hopper_kernel" in simulated, (plan, verdict)
+    assert plan.launch.attend.decode is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [{"kv_format": "int4"}, E4M3], ids=str)
+def test_where_room_is_scarce_more_sequences_are_left_to_the_decode_launch(stored, monkeypatch):
+    """Those that are decoded follow each other, whichever they are."""
+    lens = ((2, 90), (80, 200), (17, 33), (12, 70), (1, 150), (40, 40))
+    p = make_problem(quire.AttentionSpec(**LLAMA | stored), lens)
+    monkeypatch.setattr(decoded, "MOST_STATES", 4 * 200 * 2 * 128 * 2)  # four sequences of 200 keys
+    plan = make_plan(p, kernel="decoded")
+    plan.memory[plan.launch.scratch_size().counters :] = 255
+    assert plan.launch.attend.max_decode_queries == (32 if "kv_format" in stored else 64), plan
+    state, simulated = attend(p, plan)
+    assert error_budget(p, state).passed and "hopper_kernel" in simulated, plan
 
 
 @pytest.mark.slow

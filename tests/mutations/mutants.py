@@ -34,6 +34,7 @@ ATTEND, SOFTMAX, LAZY_MAX, PRODUCER = (
     f"kernels/hopper/{name}.py" for name in ("attend", "softmax", "lazy_max", "producer")
 )
 RESCALE = "kernels/mla_hopper/rescale.py"
+DECODED = "kernels/test_decoded.py::test_"
 HOPPER = "gpu/test_hopper.py::test_"
 PARTIALS, CUT = "kernels/hopper/partials.py", "kernels/test_cuts.py::test_"
 ORDER = "kernels/test_order_of_work_tiles.py::test_"
@@ -45,6 +46,25 @@ BITS = "kernels/test_formats.py::test_"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
 IN_INTERPRETER = {
+    # decoded/
+    "keys before a window, where a cache is decoded": Mutant(
+        "kernels/decoded/kernel.py",
+        "keep = (kv_pos >= start) & (kv_pos < stop)",
+        "keep = kv_pos < stop",
+        DECODED + "numbers_are_decoded_to_the_bits_of_the_reference",
+    ),
+    "a zero point that is not subtracted where a cache is decoded": Mutant(
+        "kernels/decoded/kernel.py",
+        "- (of_token * zero)[:, None]",
+        "- (of_token * 0.0)[:, None]",
+        DECODED + "numbers_are_decoded_to_the_bits_of_the_reference",
+    ),
+    "room of the sequences that were read before": Mutant(
+        "kernels/decoded/kernel.py",
+        "before += tl.sum(ours, 0)",
+        "before += 0",
+        DECODED + "more_sequences_than_are_read_at_once",
+    ),
     # chosen/
     "a chosen key after the token": Mutant(
         "kernels/chosen/kernel.py",

@@ -264,6 +264,7 @@ LATENT_FEATURES = (
 
 PROMPTS = ((150, 150), (33, 300), (1, 0), (1, 70), (130, 131))
 HOPPER: PlanOptions = {"kernel": "hopper"}
+DECODED: PlanOptions = {"kernel": "decoded"}
 HOPPER_FEATURES = (
     Feature("prompts on Hopper", {"head_dim": 64}, PROMPTS, HOPPER),
     Feature(
@@ -288,6 +289,9 @@ HOPPER_FEATURES = (
         {"per_token": partial(intervals.chunked_local, size=90)},
     ),
     Feature("prompts on Hopper, e4m3 output", {"head_dim": 128}, PROMPTS, HOPPER, out_scale=0.02),
+    Feature("prompts on Hopper, int4 decoded once", {"head_dim": 128, "kv_format": "int4"}, PROMPTS, DECODED),
+    Feature("prompts on Hopper, nvfp4 decoded once", {"head_dim": 128, "kv_format": "nvfp4"}, PROMPTS, DECODED),
+    Feature("prompts on Hopper, e4m3 decoded once", FP8 | {"head_dim": 128}, PROMPTS, DECODED),
 )
 MLA_HOPPER: PlanOptions = {"kernel": "mla_hopper"}
 FULL_HEADS = DEEPSEEK | {"num_q_heads": 128}

@@ -19,7 +19,7 @@ from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.choose import key_steps, variants
 from quire.kernels.launch import Launch, alike, kernels_of
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.portable.variants import MOST_INVARIANT_SCRATCH
+from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
 POWERS = [1 << i for i in range(32)]
@@ -80,7 +80,7 @@ def scratch_of(launch: Any) -> int:
     """Return the most bytes of scratch that a launch has, or one with fewer keys that is of the same kind."""
     size = launch.with_most_partitions().scratch_size().total
     has_states = isinstance(launch, PortableLaunch) and launch.kernel == "portable" and launch.fixed_split_size
-    return min(size, MOST_INVARIANT_SCRATCH) if has_states and launch.num_partitions else size
+    return min(size, MOST_STATES) if has_states and launch.num_partitions else size
 
 
 def kinds(

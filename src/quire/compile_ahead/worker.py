@@ -18,7 +18,7 @@ from quire.compile_ahead.processes import END, Job, Unpickler, first_to_lock
 from quire.kernels.launcher import compile_only
 from quire.launch_codec import decode, encode
 
-SLOWEST_FIRST = "hopper", "mla_hopper", "chosen_hopper", "split_kv", "mla", "block"  # kernel families
+SLOWEST_FIRST = "decoded", "hopper", "mla_hopper", "chosen_hopper", "split_kv", "mla", "block"  # kernel families
 
 
 def main() -> None:

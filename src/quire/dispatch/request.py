@@ -112,7 +112,7 @@ class Options(NamedTuple):
         num_splits: into how many splits the keys of a sequence are cut; chosen when None.
         config: of the portable kernels; chosen when None.
         batch_invariant: whether a result depends on its sequence alone.
-        kernel: "portable", "hopper", "mla", "mla_hopper", "chosen", "chosen_hopper", or None for the fastest.
+        kernel: "portable", "hopper", "decoded", "mla", "mla_hopper", "chosen" or "chosen_hopper"; None for the fastest.
     """
 
     num_splits: int | None = None

@@ -16,6 +16,8 @@ from quire.dispatch.request import Options, Request
 from quire.errors import UnsupportedError
 from quire.kernels.chosen import launch as chosen_keys
 from quire.kernels.chosen_hopper import launch as chosen_hopper
+from quire.kernels.decoded import variants as decoded
+from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.hopper.launch import HopperLaunch
 from quire.kernels.launch import Launch, once
@@ -24,12 +26,14 @@ from quire.kernels.mla_hopper import variants as mla_hopper
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch
 from quire.kernels.portable import variants as portable
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.work import Lens, guess, lens_of, scenarios, work_of
+from quire.kernels.work import Lens, decoded_bytes, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
-FAMILIES = "mla_hopper", "mla", "hopper", "portable", "chosen_hopper", "chosen"  # as `plan(kernel=...)` names them
+# As `plan(kernel=...)` names them:
+FAMILIES = "mla_hopper", "mla", "hopper", "decoded", "portable", "chosen_hopper", "chosen"
 CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
-FAST = {"mla_hopper": "mla", "hopper": "portable"}  # those for Hopper GPUs, and the families of their fallbacks
+# Those for Hopper GPUs, and the families of their fallbacks:
+FAST = {"mla_hopper": "mla", "hopper": "portable", "decoded": "portable"}
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 # Of plans that share prefixes, as an H200 took them (docs/results/intervals_h200.md):
 SMALL_LAUNCHES = 6.5  # µs of the launches that find the own keys of each sequence and that combine states
@@ -47,25 +51,33 @@ def variants(request: Request, options: Options, within: bool = False) -> tuple[
     is_latent, kernel = request.spec.latent, options.kernel
     if request.chosen is not None:
         return variants_of_chosen(request, options, within)
-    own, fast = ("mla", "mla_hopper") if is_latent else ("portable", "hopper")
+    own = "mla" if is_latent else "portable"
+    faster: dict[str, Any] = {"mla_hopper": mla_hopper} if is_latent else {"hopper": hopper, "decoded": decoded}
     of_others = "latents" if is_latent else "keys and values that aren't latents"
-    refusals = {name: of_others for name in FAMILIES if name not in (own, fast)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
-    refusal = (mla_hopper if is_latent else hopper).refusal_of(request, options)
+    refusals = {name: of_others for name in FAMILIES if name not in (own, *faster)} | dict.fromkeys(CHOSEN, NONE_CHOSEN)
+    refused = {name: family.refusal_of(request, options) for name, family in faster.items()}
     if is_latent:
         base = mla.variants(request, options, within)
     else:
-        base = portable.variants(request, options, within, alone=refusal is not None or kernel == own)
+        is_alone = refused["hopper"] is not None or kernel == own
+        base = portable.variants(request, options, within, alone=is_alone)
     if isinstance(base, str):
-        return {}, refusals | {own: base, fast: refusal or f"{base}, which the fallback does not serve"}
+        of_fast = {name: refusal or f"{base}, which the fallback does not serve" for name, refusal in refused.items()}
+        return {}, refusals | {own: base} | of_fast
     found: dict[str, Launch] = dict(base) if kernel in (None, own) else {}
-    if refusal is not None:
-        refusals[fast] = refusal
-    elif kernel in (None, fast):
-        first: Any = next(iter(base.values()))
-        faster: Any = (mla_hopper if is_latent else hopper).variants(request, options, first, within)
-        found |= faster
+    first: Any = next(iter(base.values()))
+    for fast, family in faster.items():
+        launches = refused[fast]
+        if launches is None and kernel in (None, fast):
+            launches = family.variants(request, options, first, within)
+        if launches is None:
+            continue
+        if isinstance(launches, str):
+            refusals[fast] = launches
+            continue
+        found |= launches
         if within:  # the fallback of a launch may be any variant without it
-            launch, others = next(iter(faster.values())), variants(request, options._replace(kernel=own), within)[0]
+            launch, others = next(iter(launches.values())), variants(request, options._replace(kernel=own), within)[0]
             new = {name: other for name, other in others.items() if name not in base}
             found |= {f"{fast}, {name}": replace(launch, fallback=other) for name, other in new.items()}
     return found, refusals
@@ -155,6 +167,10 @@ def predicted(
         of_kind: the numbers of the variants of its kind of spec, where they are known.
         bytes_again: of keys and values that sequences have in common, each time they are read but the first.
     """
+    if isinstance(launch, DecodedLaunch):
+        numbers = numbers_of(launch, "decoded")
+        before = numbers.launch + decoded_bytes(launch, lens) * numbers.megabyte / 1048576
+        return before + predicted(launch.attend, lens, bytes_again=bytes_again)
     work = work_of(launch, lens)
     if bytes_again:
         work = work._replace(nbytes=work.nbytes - bytes_again * (1 - 1 / FROM_CACHE))
@@ -163,7 +179,8 @@ def predicted(
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        time = max(time, after)  # one multiplies while the other loads
+        # It takes the SMs that the programs of this one leave, and those that finish first.
+        time = max(time, after + time * min(1.0, work.programs / work.slots))
     return time
 
 
@@ -174,7 +191,7 @@ def predicted_us(launch: Any) -> float | None:
         parts = [predicted_us(part) for part in launch.launches]
         known = [part for part in parts if part is not None]
         return sum(known) + SMALL_LAUNCHES if len(known) == len(parts) else None
-    if not isinstance(launch, PortableLaunch | HopperLaunch | MLAHopperLaunch):
+    if not isinstance(launch, PortableLaunch | HopperLaunch | DecodedLaunch | MLAHopperLaunch):
         return None
     return predicted(launch, lens_of(launch.request))
 
@@ -247,6 +264,8 @@ def variant_of(launch: Any) -> str:
     """Return the name of a launch among the variants."""
     if isinstance(launch, MLAHopperLaunch):
         return launch.variant
+    if isinstance(launch, DecodedLaunch):
+        return f"decoded {variant_of(launch.attend)}"
     if isinstance(launch, HopperLaunch):
         config: HopperConfig = launch.config
         if launch.fixed_split_size:

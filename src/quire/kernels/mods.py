@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.cache import PagedKVCache
 from quire.cache_formats import Format
 from quire.dispatch.device import DeviceProperties
 from quire.kernels import formats
@@ -333,6 +334,25 @@ def decoders_of_format(form: Format, device: DeviceProperties) -> tuple[Any, Any
         in_software = None if device.has_ptx else byte_of_pair_in_software
         placed = byte_of_pair if device.native_fp8x2 else in_software
     return decoder_of(form.k.name), decoder_of(form.v.name), of_scales, placed
+
+
+def decoding(cache: PagedKVCache, device: DeviceProperties, packs_fp8: bool) -> tuple[torch.dtype, dict[str, Any]]:
+    """Return as what a kernel loads the elements of a cache, and constexprs that say how it decodes them.
+
+    Args:
+        cache: the cache.
+        device: the device's properties.
+        packs_fp8: whether fp8 numbers are loaded in pairs.
+    """
+    if cache.kv_format is not None:
+        decode, decode_v, of_scales, placed = decoders_of_format(cache.form, device)
+        meta = {"DECODE": decode, "PACKED_FP8": True, "FORMAT": cache.kv_format, "DECODE_V": decode_v}
+        return torch.int16, meta | {"IN_PTX": device.has_ptx, "DECODE_SCALES": of_scales, "DECODE_PLACED": placed}
+    if packs_fp8:
+        return torch.int16, {"DECODE": fp8x2_decoder(cache.dtype, device.native_fp8x2), "PACKED_FP8": True}
+    as_bytes = not device.native_fp8 and cache.dtype in SOFTWARE_DECODERS
+    element = torch.uint8 if as_bytes else cache.dtype
+    return element, {"DECODE": decoder(cache.dtype, device.native_fp8), "PACKED_FP8": False}
 
 
 def encoder(dtype: torch.dtype, native_fp8: bool) -> Any:

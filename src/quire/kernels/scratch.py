@@ -14,6 +14,9 @@ from quire.dispatch.request import cdiv
 
 TILE_COUNTER_BYTES = 128  # one cache line
 MAX_PROGRAMS_PER_SM = 16  # no plan has more programs of the portable kernel, with partitions, per SM
+# Bytes of the states of all splits of a batch-invariant plan, or of keys and values that are decoded once. With bounds
+# that need more, plans have other launches.
+MOST_STATES = 1 << 30
 CUT_WARPGROUPS_PER_SM = 4  # for whose partials the Hopper kernel has slots
 
 
@@ -32,7 +35,7 @@ class Part:
 
     Args:
         workspace: that it is a part of.
-        dtype: float32 or int32.
+        dtype: of the tensor.
         first: its first byte.
         size: how many numbers it holds.
     """
@@ -48,7 +51,7 @@ class Part:
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor."""
-        return self.workspace[self.first : self.first + 4 * self.size].view(self.dtype)
+        return self.workspace[self.first : self.first + self.dtype.itemsize * self.size].view(self.dtype)
 
 
 @lru_cache

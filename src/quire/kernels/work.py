@@ -6,6 +6,7 @@ from functools import lru_cache
 from quire.dispatch.config import ROWS_OF_PRODUCT, padded
 from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
+from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
@@ -91,6 +92,13 @@ def bytes_of(spec: AttentionSpec, lens: Lens) -> float:
     tokens = sum(q * count for q, _, count in lens)
     rows = tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
     return float(keys * spec.bytes_per_token + rows)
+
+
+def decoded_bytes(launch: DecodedLaunch, lens: Lens) -> float:
+    """Return the bytes that are read and written to decode the keys and values of sequences of some lengths."""
+    (left, right), least = launch.request.spec.window, launch.attend.max_decode_queries
+    keys = sum(min(s, left + right + q) * count for q, s, count in lens if q > least)
+    return float(keys * (launch.request.spec.bytes_per_token + launch.attend.request.spec.bytes_per_token))
 
 
 def work_of(launch: Launch, lens: Lens) -> Work:

@@ -46,6 +46,7 @@ class HopperLaunch:
         fixed_split_size: keys of a split of a batch-invariant plan; else 0.
         column_parts: parts of the columns of values. A work tile has one of them, so scores are computed for each.
         cuts: whether programs cut row blocks by keys where lengths differ.
+        has_scales: whether keys and values were decoded (`kernels/decoded`), and heads may have scales.
     """
 
     request: Request
@@ -57,6 +58,7 @@ class HopperLaunch:
     fixed_split_size: int = 0
     column_parts: int = 1
     cuts: bool = False
+    has_scales: bool = False
 
     @property
     def name(self) -> str:
@@ -189,7 +191,7 @@ class HopperLaunch:
         if score_mod is mods.scaled:
             score_mod = None  # functions scale
         elif score_mod is mods.softcap and not self.fixed_split_size and function is None:
-            score_mod = capped_exponents if has_bounded_scores(spec) else softcap
+            score_mod = capped_exponents if has_bounded_scores(spec) and not self.has_scales else softcap
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": self.part_width, "PARTS": self.column_parts,
@@ -305,6 +307,11 @@ class HopperLaunch:
         return HopperRunner(self, batch, workspace)
 
     def __str__(self) -> str:
+        fallback = f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
+        return f"{self.describe()}; {fallback}"
+
+    def describe(self) -> str:
+        """Describe the launch without its fallback."""
         config = self.config
         details = f"{config.num_stages} stages, {self.num_work_tiles(self.request.bounds.num_tokens)} work tiles"
         if config.fp8_mma:
@@ -321,10 +328,7 @@ class HopperLaunch:
             details += f", {self.column_parts} parts of columns"
         if self.decode is not None:
             details += f"; decode launch: {self.decode}"
-        return (
-            f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}; "
-            f"fallback for scales per token and tensors that TMA cannot address: {self.fallback}"
-        )
+        return f"Hopper kernel: {config.block_t} queries × {self.heads} heads × {config.block_n} keys, {details}"
 
 
 def width_of_part(spec: AttentionSpec, parts: int) -> int:

@@ -35,9 +35,12 @@ class HopperRunner:
         launch: the decision.
         batch: the sequences.
         workspace: of `launch.scratch_size()` bytes.
+        stored: the same sequences, for the decode launch, if `batch` is of keys and values that were decoded.
     """
 
-    def __init__(self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor) -> None:
+    def __init__(
+        self, launch: HopperLaunch, batch: Batch, workspace: torch.Tensor, stored: Batch | None = None
+    ) -> None:
         self.decided, self.batch, self.workspace = launch, batch, workspace
         self.attend, self.combine = Kernel(hopper_kernel), Kernel(combine_kernel)
         self.known: Hashable = None  # of the last call, with what follows from it
@@ -49,7 +52,7 @@ class HopperRunner:
         self.fallback: Any = None  # bound when it is first needed
         self.scheduler = scheduler_of(launch, batch)
         self.placed: Any = None  # the schedule that the kernel's arguments name
-        self.decode: Any = None if launch.decode is None else launch.decode.bind(batch, workspace)
+        self.decode: Any = None if launch.decode is None else launch.decode.bind(stored or batch, workspace)
         self.split_out, self.split_lse = None, None
         self.partials, self.arrivals = None, None
         if launch.cut_slots:
@@ -76,7 +79,9 @@ class HopperRunner:
         alibi_slopes: torch.Tensor | None,
         out_scale: torch.Tensor | None = None,
         extras: tuple[torch.Tensor, ...] | None = None,
+        stored: PagedKVCache | None = None,
     ) -> None:
+        stored = stored or cache  # what the decode launch reads, where this one reads what was decoded
         q_at, k_at, v_at = q.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr()
         known = q.shape[0], q.stride(), cache.kind, cache.num_pages, (q_at | k_at | v_at) % 16
         if known != self.known:
@@ -108,13 +113,13 @@ class HopperRunner:
             self.placed = self.scheduler.tensors
             self.attend.compiled.clear()  # whose arguments have the former place
         if self.decode is not None:  # which runs at the same time as this launch, and so finds no schedule between both
-            self.decode.prepare(cache)
+            self.decode.prepare(stored)
         self.attend(grid, tensors, facts, partial(self.arguments, q, cache, matrices), loaded)
         if self.split_out is not None:
             tensors = self.split_out, self.split_lse, out, out_scale, lse
             self.combine((out.shape[0], out.shape[1], 1), tensors, None, self.combine_arguments)
         if self.decode is not None:
-            self.decode(q, cache, out, lse, sinks, alibi_slopes, out_scale, extras=extras)
+            self.decode(q, stored, out, lse, sinks, alibi_slopes, out_scale, extras=extras)
 
     def combine_arguments(
         self, split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor, out_scale: Any, lse: Any

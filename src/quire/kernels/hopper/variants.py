@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.dispatch.config import HopperConfig, hopper_refusal
+from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
@@ -65,7 +65,9 @@ def variants(
             config = with_keys(config, fallback.config.block_n, request, parts)
             launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
             if config.num_warpgroups == 2:
-                found = {f"hopper wg2 n{config.block_n}": with_decode_launch(launch)}
+                found = {
+                    f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request, most_decode_queries(spec))
+                }
             continue
         launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
         for use, each in uses_of(launch, within).items():
@@ -118,15 +120,23 @@ def uses_of(launch: HopperLaunch, within: bool) -> dict[str, HopperLaunch]:
     return found
 
 
-def with_decode_launch(launch: HopperLaunch) -> HopperLaunch:
-    """Return a launch with a further one that serves sequences of few queries, where a batch may have such."""
-    request, bounds = launch.request, launch.request.bounds
-    max_queries = most_decode_queries(request.spec)
+def with_decode_launch(
+    launch: HopperLaunch, request: Request, max_queries: int, config: KernelConfig | None = None
+) -> HopperLaunch:
+    """Return a launch with a further one for those sequences of a request that have few queries, if it may have such.
+
+    Args:
+        launch: the launch.
+        request: that of the launch, or of what was decoded for it.
+        max_queries: most queries of these sequences.
+        config: of the further one; chosen when None.
+    """
+    bounds = request.bounds
     if request.num_seqs == 1 or not request.is_ragged or bounds.max_query_len <= max_queries:
         return launch
     tokens = min(bounds.num_tokens, request.num_seqs * max_queries)
     decoding = replace(request, bounds=Bounds(max_queries, bounds.max_seq_len, tokens))
-    return replace(launch, decode=decode_launch(decoding, max_queries, launch.fixed_split_size > 0))
+    return replace(launch, decode=decode_launch(decoding, max_queries, launch.fixed_split_size > 0, config))
 
 
 def section_of(launch: HopperLaunch) -> int | None:

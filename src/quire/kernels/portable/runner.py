@@ -241,27 +241,14 @@ class PortableRunner(KernelRunner):
 
         decided, batch = self.decided, self.batch
         device = decided.request.device
-        packed = self.decided.packs_fp8(cache)
-        of_format: dict[str, Any] = {}
-        if cache.kv_format is not None:
-            decode, decode_v, *of_scales = mods.decoders_of_format(cache.form, device)
-            element, packed = torch.int16, True
-            of_format = {"FORMAT": cache.kv_format, "DECODE_V": decode_v, "IN_PTX": device.has_ptx}
-            of_format |= {"DECODE_SCALES": of_scales[0], "DECODE_PLACED": of_scales[1]}
-        elif packed:
-            element, decode = torch.int16, mods.fp8x2_decoder(cache.dtype, device.native_fp8x2)
-        else:
-            as_bytes = not device.native_fp8 and cache.dtype in mods.SOFTWARE_DECODERS
-            element = torch.uint8 if as_bytes else cache.dtype
-            decode = mods.decoder(cache.dtype, device.native_fp8)
+        element, of_cache = mods.decoding(cache, device, self.decided.packs_fp8(cache))
         meta = constexprs_of(decided) | {
             "K_VEC": cache.strides[0].vec_size, "V_VEC": cache.strides[1].vec_size, "PAGE_SIZE": cache.page_size,
-            "WIDE_OFFSETS": cache.has_wide_offsets, "DECODE": decode, "PACKED_FP8": packed,
-            "TOKEN_SCALES": cache.scale_kind == "token",
+            "WIDE_OFFSETS": cache.has_wide_offsets, "TOKEN_SCALES": cache.scale_kind == "token",
             "NEW_TOKENS": 0 if new is None else 1 if decided.request.bounds.max_query_len <= 1 else MOST_NEW_TOKENS,
             "ENCODE": None if new is None else mods.encoder(cache.dtype, device.native_fp8),
-        } | rotation._asdict() | of_format  # fmt: skip
-        if decided.max_registers is not None and packed == decided.loads_several:
+        } | rotation._asdict() | of_cache  # fmt: skip
+        if decided.max_registers is not None and of_cache["PACKED_FP8"] == decided.loads_several:
             meta["maxnreg"] = decided.max_registers
         for name in {"BLOCK_N", "BESIDE_N"} & meta.keys():
             meta[name] = self.keys_of_tile(meta[name], cache)

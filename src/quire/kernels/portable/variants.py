@@ -16,6 +16,7 @@ from quire.dispatch.config import COSTS, ROWS_OF_PRODUCT, CostModel, KernelConfi
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
+from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
 # Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
@@ -103,7 +104,6 @@ INVARIANT = {
 SMALL, LARGE = 64 * 1024, 160 * 1024
 TALL_TILE = 16384  # most elements of scores and of an accumulator for eight warps that hold two accumulators
 WIDE_TILE = 16384  # keys times columns of a tile that eight warps keep in batch-invariant plans
-MOST_INVARIANT_SCRATCH = 1 << 30  # bytes
 MAX_UNITS = 1 << 31  # the kernel counts units in int32
 USES = "cut", "joined"
 MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
@@ -153,7 +153,7 @@ def variants(
             if options.batch_invariant and config.block_m > 16 and loads_pairs(spec, config):
                 base = next(iter(configs.values()))
                 fallback = replace(launch, config=base)
-                if not within and fallback.scratch_size().total > MOST_INVARIANT_SCRATCH:  # of more row blocks
+                if not within and fallback.scratch_size().total > MOST_STATES:  # of more row blocks
                     fallback = replace(whole, config=base)
                 launch = replace(launch, fallback=fallback)
             found[f"portable {name} {use}"] = launch
@@ -215,9 +215,17 @@ def decode_launch_beside(launch: PortableLaunch) -> PortableLaunch | None:
     return replace(decode, num_partitions=max(1, min(decode.num_partitions, most)))
 
 
-def most_decode_queries(spec: AttentionSpec) -> int:
-    """Return the most queries of a sequence that a decode launch serves."""
-    return max(1, MAX_DECODE_ROWS // spec.group_size)
+def most_decode_queries(spec: AttentionSpec, rows: int = MAX_DECODE_ROWS) -> int:
+    """Return the most queries of a sequence that a decode launch serves, if they are to have at most so many rows."""
+    return max(1, rows // spec.group_size)
+
+
+def config_of_decode(spec: AttentionSpec, device: DeviceProperties) -> KernelConfig:
+    """Return the configuration of fewest rows, in which a query's fit, that cuts batches of one query each."""
+    listed, least = uses_listed(spec, device, True, True), min(spec.group_size, MAX_DECODE_ROWS)
+    configs = configs_of(spec, device).items()
+    cuts = [config for name, config in configs if config.block_m >= least and set("cj") & set(listed[name])]
+    return min(cuts, key=lambda config: config.block_m)
 
 
 def uses_of(
@@ -246,7 +254,7 @@ def uses_of(
             split = replace(split, num_partitions=num_splits * blocks)
         elif whole.fixed_split_size:
             split = replace(split, num_partitions=max(1, min(split.capacity, units)))
-            if not within and split.scratch_size().total > MOST_INVARIANT_SCRATCH:
+            if not within and split.scratch_size().total > MOST_STATES:
                 continue
         else:
             cost = costs.combine_launch_cost if use == "joined" else costs.combine_cost

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.dispatch.constants import constants_of
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
 from quire.dispatch.request import Options
@@ -407,7 +408,7 @@ def cross_judged(timed: Sequence[Timed]) -> list[Judged]:
 
 
 def as_json(fitted: Fitted, provenance: dict[str, Any], properties: dict[str, Any]) -> str:
-    """Return numbers as the file that plans read."""
+    """Return numbers as the file that plans read. What decodes a cache is not timed, and keeps the factors before."""
 
     def listed(numbers: dict[str, Numbers], indent: str) -> str:
         return ",\n".join(f"{indent}{json.dumps(name)}: {json.dumps(own)}" for name, own in sorted(numbers.items()))
@@ -416,5 +417,7 @@ def as_json(fitted: Fitted, provenance: dict[str, Any], properties: dict[str, An
         f"    {json.dumps(kind)}: {{\n{listed(variants, '      ')}}}" for kind, variants in sorted(fitted.kinds.items())
     ]
     head = json.dumps(provenance | {"numbers": ", ".join(Numbers._fields)})
-    parts = '  "factors": {\n' + listed(fitted.factors, "    ") + '},\n  "kinds": {\n' + ",\n".join(kinds) + "}"
+    before = constants_of(DeviceProperties(**properties)).factors
+    factors = {name: own for name, own in before.items() if name == "decoded"} | fitted.factors
+    parts = '  "factors": {\n' + listed(factors, "    ") + '},\n  "kinds": {\n' + ",\n".join(kinds) + "}"
     return f'{{\n  "fitted_on": {head},\n  "properties": {json.dumps(properties)},\n{parts}\n}}\n'

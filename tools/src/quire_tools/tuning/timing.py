@@ -37,11 +37,13 @@ HOPELESS = 4.0  # times the best one's time: of these, the first rough time is k
 def candidates(case: DrawnCase, device: DeviceProperties) -> dict[str, Launch]:
     """Return what is timed for a case: its variants, those of its fallback, and one of them with half the partitions.
 
-    The partitions tell what an item costs apart from a tile.
+    The partitions tell what an item costs apart from a tile. Launches that decode are left out: their numbers are those
+    of 16-bit caches.
     """
     request, options = case.request(device), Options(batch_invariant=case.batch_invariant)
     of_fallback = options._replace(kernel="mla" if case.spec.latent else "portable")
     found = {**variants(request, options)[0], **variants(request, of_fallback)[0]}
+    found = {name: launch for name, launch in found.items() if launch.name != "decoded"}
     cut = [name for name, launch in found.items() if isinstance(launch, PortableLaunch) and launch.num_partitions > 3]
     if cut:
         name = cut[len(case.name) % len(cut)]

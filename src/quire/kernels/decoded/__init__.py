@@ -1,0 +1,1 @@
+"""Quantised caches whose keys and values are decoded once, before the Hopper kernel attends to them."""
