@@ -179,8 +179,9 @@ def predicted(
     if decode is not None:
         decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
         after = predicted(decode, decoding) if decoding else numbers_of(decode).launch
-        # It takes the SMs that the programs of this one leave, and those that finish first.
-        time = max(time, after + time * min(1.0, work.programs / work.slots))
+        # In one grid, one multiplies while the other loads. A second launch takes the SMs that this one leaves.
+        alone = min(1.0, work.programs / work.slots) if isinstance(launch, HopperLaunch) else 0.0
+        time = max(time, alone * time + after)
     return time
 
 
@@ -239,8 +240,13 @@ def tiles_and_use(name: str) -> tuple[object, ...]:
 
 @lru_cache(maxsize=1024)
 def numbers_of_kind(spec: AttentionSpec, device: Any, batch_invariant: bool) -> dict[str, Numbers]:
-    """Return the numbers of a spec's variants on a device; none if nothing like it was measured."""
-    return constants_of(device).kinds.get(kind_of(spec, batch_invariant), {})
+    """Return the numbers of a spec's variants on a device; none if nothing like it was measured.
+
+    Some variants take longer to convert numbers of one dtype than of another that is as wide, and have numbers for it.
+    """
+    kinds, kind = constants_of(device).kinds, kind_of(spec, batch_invariant)
+    of_dtype = f"{kind} {str(spec.kv_dtype).removeprefix('torch.')}"
+    return kinds.get(kind, {}) | kinds.get(of_dtype, {})
 
 
 CHOICES.append(numbers_of_kind)
