@@ -333,11 +333,12 @@ def reads_no_range(published, stage):
 
 
 @pytest.mark.hopper
-def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch, first_stages):
+def test_the_hopper_kernel_without_intervals_has_none_of_their_code(monkeypatch, first_stages, take):
     """The first stage, which reads its source, does not meet their functions, where it converts tiles either.
 
     Nor does the schedule of such a batch.
     """
+    take("fp8")  # not what decodes first
     kernel, finder = hopper_kernel.hopper_kernel, schedule.hopper_schedule_kernel
     keys_of_intervals = schedule.keys_of_intervals
     for function in (kernel, finder):  # before what they call is replaced: Triton keeps the hashes of callees for good

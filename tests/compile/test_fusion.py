@@ -51,8 +51,9 @@ def test_a_product_and_a_sum_are_one_fma_also_where_triton_s_default_is_another(
 
 def launch_every_kernel() -> None:
     """Launch each kernel of the package once, on a Hopper GPU."""
-    for batch, features in (("decode, split", "plain"), ("prefill", "plain"), ("prefill", "float32")):
-        launches.attend(batch, 128, features)
+    launches.attend("decode, split", 128, "plain")
+    for features in ("plain", "float32", "int4"):
+        launches.attend("prefill", 128, features)
     launches.attend_to_latents("decode", "bfloat16")
     for features in ("tokens, few heads", "two lists", "blocks"):
         launches.attend_to_chosen(features)
