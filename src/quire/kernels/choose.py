@@ -130,7 +130,7 @@ def key_steps(spec: AttentionSpec, device: Any) -> set[int]:
     """Return numbers of keys after which other kernels may be launched."""
     if spec.latent:
         return mla.key_steps(spec, device)
-    return portable.key_steps(spec, device) | hopper.key_steps(spec, device)
+    return portable.key_steps(spec, device) | hopper.key_steps(spec, device) | decoded.key_steps(spec, device)
 
 
 def least(found: Mapping[str, Launch]) -> list[Any]:

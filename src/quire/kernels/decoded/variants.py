@@ -6,12 +6,14 @@ for all others, these are sequences of more queries: as many as batches of so ma
 
 from dataclasses import replace
 
+from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request
 from quire.kernels.decoded.launch import DecodedLaunch, spec_of_decoded
 from quire.kernels.hopper import variants as hopper
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.portable.variants import config_of_decode, most_decode_queries
 from quire.kernels.scratch import MOST_STATES
+from quire.spec import AttentionSpec
 
 # How many queries few are may be multiplied by a power of STEP, of which there are STEPS: each has a kernel.
 STEP, STEPS = 8, 4
@@ -55,3 +57,8 @@ def refusal_of(request: Request, options: Options) -> str | None:
 def decoded(request: Request) -> Request:
     """Return the request of what was decoded, which has no pages."""
     return replace(request, spec=spec_of_decoded(request.spec), has_flat_table=False)
+
+
+def key_steps(spec: AttentionSpec, device: DeviceProperties) -> set[int]:
+    """Return numbers of keys after which other kernels may be launched: those of the Hopper kernel for what is decoded."""
+    return hopper.key_steps(spec_of_decoded(spec), device)
