@@ -171,6 +171,19 @@ def test_a_decode_launch_reads_the_cache_as_it_is_stored():
     assert (launch.attend.max_decode_queries, launch.attend.decode.config.block_m) == (2, 8)
 
 
+def test_states_of_splits_lie_after_the_partials_of_the_decode_launch_which_may_run_at_the_same_time():
+    spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=2, head_dim=128, **E4M3)
+    problem = make_problem(spec, ((16, 4096), (1, 4096), (1, 4096)))
+    request = replace(request_of(spec, 3, 16, 4096), bounds=Bounds(16, 4096, 18))
+    found, _ = choose.variants(request, Options(kernel="decoded"))
+    (launch,) = (launch for launch in found.values() if launch.attend.num_splits > 1)
+    workspace = torch.empty(launch.scratch_size().total, dtype=torch.uint8)
+    runner, partials = launch.attend.bind(problem.batch, workspace), launch.attend.decode.scratch_size()
+    begins = [states.data_ptr() - workspace.data_ptr() for states in (runner.split_out, runner.split_lse)]
+    assert partials.total > partials.counters and min(begins) >= partials.total
+    assert begins[1] + 4 * runner.split_lse.numel() <= launch.table_at < launch.decoded_at
+
+
 def test_the_time_of_a_decode_launch_adds_to_that_of_prompts_which_fill_the_device():
     """As measured: 270 us of an H200 where the longer of both is 173, and the sum 274."""
     spec = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128, **INT4)

@@ -71,7 +71,7 @@ class DecodedLaunch:
     @property
     def table_at(self) -> int:
         """Byte of the workspace where it is said where each sequence begins; keys and values follow."""
-        return 128 * cdiv(max(self.attend.scratch_size().total, self.fallback.scratch_size().total), 128)
+        return 128 * cdiv(self.attend.own_bytes, 128)
 
     @property
     def decoded_at(self) -> int:
@@ -96,9 +96,10 @@ class DecodedLaunch:
 
     @once
     def scratch_size(self) -> ScratchSize:
-        """Return the size of the scratch of the launches and of decoded keys and values."""
-        counters = max(self.attend.scratch_size().counters, self.fallback.scratch_size().counters)
-        return ScratchSize(self.decoded_at + self.decoded_bytes, counters)
+        """Return the size of the scratch of the launches with decoded keys and values, or of the fallback."""
+        fallback = self.fallback.scratch_size()
+        counters = max(self.attend.counters, fallback.counters)
+        return ScratchSize(max(self.decoded_at + self.decoded_bytes, fallback.total), counters)
 
     def constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the kernel that decodes, without those that a cache decides."""

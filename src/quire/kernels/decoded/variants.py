@@ -60,5 +60,5 @@ def decoded(request: Request) -> Request:
 
 
 def key_steps(spec: AttentionSpec, device: DeviceProperties) -> set[int]:
-    """Return numbers of keys after which other kernels may be launched: those of the Hopper kernel for what is decoded."""
+    """Return numbers of keys after which other kernels may be launched: the Hopper kernel's, for decoded ones."""
     return hopper.key_steps(spec_of_decoded(spec), device)

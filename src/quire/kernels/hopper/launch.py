@@ -135,9 +135,12 @@ class HopperLaunch:
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for counters, partials, states of splits, decode launch and fallback."""
-        fallback, counters, states_at = self.fallback.scratch_size(), self.counters, self.states_at
-        states = self.cut_bytes + 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
-        return ScratchSize(max(states_at + states, fallback.total), counters)
+        return ScratchSize(max(self.own_bytes, self.fallback.scratch_size().total), self.counters)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of scratch without the fallback, which runs in place of the launch."""
+        return self.states_at + self.cut_bytes + 4 * self.split_rows * (self.request.spec.head_dim_v + 1)
 
     @property
     def counters(self) -> int:

@@ -56,15 +56,13 @@ class HopperRunner:
         self.split_out, self.split_lse = None, None
         self.partials, self.arrivals = None, None
         if launch.cut_slots:
-            size, states_at = launch.scratch_size(), launch.states_at
-            self.partials = Part(workspace, torch.float32, states_at, launch.cut_bytes // 4)
-            arrivals = (size.counters - launch.arrivals_at) // 4
+            self.partials = Part(workspace, torch.float32, launch.states_at, launch.cut_bytes // 4)
+            arrivals = (launch.counters - launch.arrivals_at) // 4
             self.arrivals = Part(workspace, torch.int32, launch.arrivals_at, arrivals)
         if launch.num_splits > 1:
-            size = launch.scratch_size()
             tokens = launch.split_rows // (spec.num_q_heads * launch.num_splits)
             shape = tokens, spec.num_q_heads, launch.num_splits
-            states = workspace[size.counters : size.total].view(torch.float32)
+            states = workspace[launch.states_at : launch.own_bytes].view(torch.float32)
             after_out = launch.split_rows * spec.head_dim_v
             self.split_out = states[: math.prod(shape) * spec.head_dim_v].view(*shape, spec.head_dim_v)
             self.split_lse = states[after_out : after_out + math.prod(shape)].view(shape)
