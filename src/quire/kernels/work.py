@@ -15,7 +15,7 @@ from quire.kernels.portable.variants import min_partition_tiles
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
-EQUAL, RAGGED, SKEWED, FRESH, ONE_LONG = 1.0, 0.1, 0.02, 1.0, 0.3  # how much scenarios count
+EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios of batches count that aren't ragged
 MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).
@@ -47,12 +47,12 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
         decoding, few = max(0, num_seqs - long - 1), max(1, keys // 4)
         rest = max(1, min(queries, tokens - long * queries - decoding))  # of a shorter chunk
         found = [
-            (EQUAL, ((queries, keys, long), (rest, keys, num_seqs - long - decoding), (1, keys, decoding))),
-            (ONE_LONG, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
+            (1.0, ((queries, keys, long), (rest, keys, num_seqs - long - decoding), (1, keys, decoding))),
+            (1.0, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
         ]  # fmt: skip
         if decoding:
             prompts = (queries, max(queries, keys // 8), long), (rest, max(rest, few), num_seqs - long - decoding)
-            found.append((FRESH, (*prompts, (1, keys, 1), (1, few, decoding - 1))))
+            found.append((1.0, (*prompts, (1, keys, 1), (1, few, decoding - 1))))
     else:
         some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
         half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
