@@ -113,10 +113,6 @@ class Launch(Protocol):
         """The request that was decided about."""
         ...
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        ...
-
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch that the launch needs."""
         ...

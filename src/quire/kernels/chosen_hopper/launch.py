@@ -68,10 +68,6 @@ class ChosenHopperLaunch:
         """Return the programs of each row block, which take items in turn."""
         return min(num_tokens * self.num_splits, self.programs_at_once) if self.request.num_seqs else 0
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        return self.row_blocks * self.programs_of_row_block(num_tokens)
-
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
         return {

@@ -29,10 +29,6 @@ class TorchLaunch:
         """Name of the kernel family."""
         return "torch"
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return 0: there is no grid."""
-        return 0
-
     def scratch_size(self) -> ScratchSize:
         """Return 0 bytes: no scratch is needed."""
         return ScratchSize()

@@ -78,10 +78,6 @@ class DecodedLaunch:
         """Byte of the workspace where keys begin."""
         return self.table_at + 128 * cdiv(4 * self.request.num_seqs, 128)
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid that attends."""
-        return self.attend.num_programs(num_tokens)
-
     @property
     def block_n(self) -> int:
         """Keys of a tile."""

@@ -92,10 +92,6 @@ class MLAHopperLaunch:
         """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
         return 1 if self.columns < ROWS else 4
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the attention kernel's grid."""
-        return self.row_blocks * self.num_partitions if num_tokens and self.request.num_seqs else 0
-
     @once
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials, and for the fallback."""

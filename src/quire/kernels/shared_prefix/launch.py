@@ -56,10 +56,6 @@ class SharedPrefixLaunch:
                 "share whole pages"
             )
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of all attention launches."""
-        return sum(launch.num_programs(num_tokens) for launch in self.launches)
-
     def scratch_size(self) -> ScratchSize:
         """Return the largest scratch of the launches, which run one after the other."""
         sizes = [launch.scratch_size() for launch in self.launches]
