@@ -12,7 +12,7 @@ from quire.dispatch.config import KernelConfig, padded, power_of_two, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import constexprs_of, key_of
+from quire.kernels.launch import Launch, constexprs_of, key_of
 from quire.kernels.portable.variants import entry_of, read_config
 from quire.kernels.scratch import Part, ScratchSize, counter_bytes
 
@@ -63,7 +63,7 @@ AHEAD = 16
 
 
 @dataclass(frozen=True)
-class ChosenLaunch:
+class ChosenLaunch(Launch):
     """One program for each query token, block of query heads of a KV head, and part of its list, which gathers keys.
 
     Attributes:
@@ -175,14 +175,6 @@ class ChosenLaunch:
         if self.num_splits > 1:
             keys.add(key_of("combine_chosen", *facts, **self.combine_constexprs()))
         return frozenset(keys)
-
-    def with_most_partitions(self) -> "ChosenLaunch":
-        """Return this launch, whose scratch does not depend on the number of parts."""
-        return self
-
-    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "ChosenLaunch":
-        """Return this launch, which serves every cache."""
-        return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "ChosenRunner":
         """Return the runner for a batch."""

@@ -12,7 +12,7 @@ from quire.dispatch.config import power_of_two
 from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels.chosen.launch import ChosenLaunch
 from quire.kernels.chosen.launch import variants as portable_variants
-from quire.kernels.launch import Runner, constexprs_of, key_of
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of
 from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, MIN_COLUMNS, ROWS, TILE, WIDTHS
 from quire.kernels.scratch import ScratchSize, counter_bytes
 
@@ -25,7 +25,7 @@ COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
 
 
 @dataclass(frozen=True)
-class ChosenHopperLaunch:
+class ChosenHopperLaunch(Launch):
     """Warp-specialised programs that take query tokens, or parts of their lists, in turn.
 
     Attributes:
@@ -118,10 +118,6 @@ class ChosenHopperLaunch:
         if self.num_splits > 1:
             keys.add(key_of("combine_lists", *facts, **self.combine_constexprs()))
         return frozenset(keys)
-
-    def with_most_partitions(self) -> "ChosenHopperLaunch":
-        """Return this launch, whose scratch does not depend on the number of parts."""
-        return self
 
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "ChosenHopperLaunch | ChosenLaunch":
         """Return this launch, or its fallback for a cache that the kernel does not gather."""

@@ -20,7 +20,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import padded
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.launch import Runner, key_of, once
+from quire.kernels.launch import Launch, Runner, key_of, once
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import MOST_STATES, ScratchSize
 from quire.kernels.tma import matrix_of_queries
@@ -33,7 +33,7 @@ PROGRAMS_PER_SM = 32
 
 
 @dataclass(frozen=True)
-class DecodedLaunch:
+class DecodedLaunch(Launch):
     """Decode the keys and values of prompts, then attend to them.
 
     Attributes:

@@ -10,7 +10,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import HopperConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
@@ -31,7 +31,7 @@ MIN_BOX_OF_PIECES = 16
 
 
 @dataclass(frozen=True)
-class HopperLaunch:
+class HopperLaunch(Launch):
     """A persistent, warp-specialised kernel for prompts.
 
     It may be followed by a second launch, which serves decoding sequences or combines splits.

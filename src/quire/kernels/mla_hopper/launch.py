@@ -10,7 +10,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX, power_of_two
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.tma import matrix_of, no_matrix, page_box
@@ -30,7 +30,7 @@ MIN_COMBINE_PROGRAMS = 132  # programs below which a program combines fewer rows
 
 
 @dataclass(frozen=True)
-class MLAHopperLaunch:
+class MLAHopperLaunch(Launch):
     """A warp-specialised kernel for latents, and a second one that combines partials.
 
     Attributes:

@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import CostModel, KernelConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once
 from quire.kernels.portable.runner import PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 from quire.spec import UNBOUNDED, AttentionSpec
@@ -29,7 +29,7 @@ INTERVALS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class PortableLaunch:
+class PortableLaunch(Launch):
     """A launch of the portable kernel. Each program owns a partition of the batch's KV tiles, or a row block.
 
     Attributes:

@@ -24,7 +24,7 @@ Level = tuple[tuple[int, int], ...]  # (num_seqs, num_keys) of each run of seque
 
 
 @dataclass(frozen=True)
-class SharedPrefixLaunch:
+class SharedPrefixLaunch(Launch):
     """Attend to the keys that sequences share, then to their own, and combine.
 
     Attributes:
