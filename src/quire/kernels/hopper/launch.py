@@ -271,7 +271,7 @@ class HopperLaunch(Launch):
 
     def config_of(self, cache: PagedKVCache) -> HopperConfig:
         """Return the configuration, with smaller tiles where boxes are small, or where most tiles can be one box."""
-        smaller = self.config.with_smaller_tiles(more_stages=True)
+        smaller = self.config.with_smaller_tiles()
         has_smaller = page_box(cache) < MIN_BOX_OF_PIECES or fits_one_box(smaller.block_n, cache)
         return smaller if has_smaller else self.config
 
