@@ -57,18 +57,15 @@ def variants(
     spec = request.spec
     if refusal := refusal_of(request, options):
         return refusal
+    if options.batch_invariant:
+        *_, config = configs_of(spec, request.device, False).values()  # the last one has two warpgroups
+        parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
+        config = with_keys(config, fallback.config.block_n, request, parts)
+        launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
+        return {f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request, most_decode_queries(spec))}
     found: dict[str, HopperLaunch] = {}
-    configs = configs_of(spec, request.device, request.is_ragged and not options.batch_invariant)
+    configs = configs_of(spec, request.device, request.is_ragged)
     for name, config in configs.items():
-        if options.batch_invariant:
-            parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
-            config = with_keys(config, fallback.config.block_n, request, parts)
-            launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
-            if config.num_warpgroups == 2:
-                found = {
-                    f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request, most_decode_queries(spec))
-                }
-            continue
         launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
         for use, each in uses_of(launch, within).items():
             if config.apart == (use == "cut") or not (config.apart or f"{name} apart" in configs):
