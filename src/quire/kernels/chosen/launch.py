@@ -120,25 +120,22 @@ class ChosenLaunch(Launch):
                 "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
                 "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
             }  # fmt: skip
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
-        if device.supports_pdl:
-            options["launch_pdl"] = True
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints | device.pdl
         return widths | {
             "SCORE_MOD": mods.score_mod(spec),
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": spec.causal, "BLOCK_SIZE": block_size,
-            "ARE_SLOTS": are_slots, "PDL": device.supports_pdl, "PARTIAL_ROWS": self.partial_rows,
+            "ARE_SLOTS": are_slots, "PARTIAL_ROWS": self.partial_rows,
         } | options  # fmt: skip
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch, but for BLOCK_N."""
         spec, of_kernel = self.request.spec, constexprs_of(self)
         columns = min(COMBINED // AHEAD, self.config.block_dv)
-        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
-        return {name: of_kernel[name] for name in ("BLOCK_M", "BLOCK_SIZE", "PARTIAL_ROWS", "PDL")} | {
+        return {name: of_kernel[name] for name in ("BLOCK_M", "BLOCK_SIZE", "PARTIAL_ROWS")} | {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM_V": spec.head_dim_v,
             "BLOCK_DV": self.config.block_dv, "COLUMNS": columns, "AHEAD": AHEAD, "num_warps": 1,
-        } | options  # fmt: skip
+        } | self.request.device.pdl  # fmt: skip
 
     def num_combine_programs(self, num_tokens: int) -> int:
         """Return the programs of the second launch."""

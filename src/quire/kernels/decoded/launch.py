@@ -99,12 +99,11 @@ class DecodedLaunch(Launch):
 
     def constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the kernel that decodes, without those that a cache decides."""
-        spec, has_pdl = self.request.spec, self.request.device.supports_pdl
-        options = {"launch_pdl": True} if has_pdl else {}
+        spec = self.request.spec
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_N": self.block_n, "PDL": has_pdl, "num_warps": 1,
-        } | options  # fmt: skip
+            "BLOCK_N": self.block_n, "num_warps": 1,
+        } | self.request.device.pdl  # fmt: skip
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
