@@ -98,8 +98,6 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype} queries".removeprefix("torch.")
-    if spec.latent:
-        return "latents"
     if spec.kv_format is not None:
         return f"caches in {spec.kv_format}"
     if spec.kv_dtype is not spec.dtype and (spec.head_dim, spec.head_dim_v) not in HOPPER_QUANTISED:

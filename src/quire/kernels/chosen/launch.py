@@ -364,8 +364,6 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         options: what the caller of `plan` asks for.
         within: return all that any batch with as many queries may have, for a warm-up.
     """
-    if request.chosen is None:
-        return "batches without chosen keys"
     if request.spec.kv_format is not None:
         return f"caches in {request.spec.kv_format}"
     if options.config is not None:

@@ -161,8 +161,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         within: return all that any batch with as many queries may have, for a warm-up.
     """
     spec, chosen = request.spec, request.chosen
-    if chosen is None:
-        return "batches without chosen keys"
+    assert chosen is not None
     if not spec.latent:
         return "keys and values that aren't latents"
     if not request.device.has_wgmma:

@@ -44,8 +44,6 @@ def variants(
 def refusal_of(request: Request, options: Options) -> str | None:
     """Return in words what is not served; None if a request is, or would be with smaller bounds."""
     spec = request.spec
-    if spec.latent:
-        return "latents"
     if spec.kv_dtype is spec.dtype:
         return "caches that aren't quantised"
     if options.batch_invariant:

@@ -76,14 +76,10 @@ def variants(
 def refusal_of(request: Request, options: Options) -> str | None:
     """Return in words what the kernel does not serve; None if it serves a request."""
     spec = request.spec
-    if spec.latent:
-        return "latents"
     if options.kernel is None and request.rows_per_seq <= FEW_ROWS:
         return f"sequences of at most {FEW_ROWS} rows unless it is asked for"
     if request.has_tree:
         return "draft trees"
-    if request.chosen is not None:
-        return "chosen keys"
     if spec.has_bounds:
         return "a mask with bounds"
     if (spec.score is not None or spec.mask is not None) and options.batch_invariant:

@@ -111,10 +111,8 @@ USES = "cut", "joined"
 MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
 
 
-def variants(
-    request: Request, options: Options, within: bool = False, alone: bool = True
-) -> dict[str, PortableLaunch] | str:
-    """Return the launches of the portable kernel by name; or, in words, what it does not serve.
+def variants(request: Request, options: Options, within: bool = False, alone: bool = True) -> dict[str, PortableLaunch]:
+    """Return the launches of the portable kernel by name.
 
     Args:
         request: the batch.
@@ -123,8 +121,6 @@ def variants(
         alone: whether the Hopper kernel has no variants for the batch.
     """
     spec, device = request.spec, request.device
-    if spec.latent:
-        return "latents"
     if options.batch_invariant and options.config is None:
         configs = invariant_configs(spec, device)
     else:
