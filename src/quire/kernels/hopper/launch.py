@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
 MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`schedule.py`)
+SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
+# With many KV heads, programs attend to sections of at least so many, one after the other. Those that run at once then
+# share keys and values in the L2 cache.
+SECTION_HEADS = 16
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
@@ -251,8 +255,6 @@ class HopperLaunch(Launch):
 
     def alike(self) -> "tuple[HopperLaunch, ...]":
         """Return the launches that differ in what is decided by numbers, and for which kernels are compiled."""
-        from quire.kernels.hopper.variants import SECTION_HEADS, SPLITS_ALIKE
-
         if self.num_splits > 1:
             return tuple(replace(self, num_splits=number) for number in SPLITS_ALIKE)
         heads = self.request.spec.num_kv_heads

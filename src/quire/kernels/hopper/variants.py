@@ -15,7 +15,7 @@ import torch
 from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
+from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, SECTION_HEADS, HopperLaunch, width_of_part
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
 from quire.kernels.portable.variants import decode_launch, most_decode_queries
 from quire.spec import AttentionSpec
@@ -37,10 +37,7 @@ OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange 
 UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
 FEW_ROWS = 8  # of the longest sequence, up to which the portable kernel's tiles of 16 rows were always as fast
 MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
-SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
-# With many KV heads, programs attend to sections of about so many, one after the other. Those that run at once then
-# share keys and values in the L2 cache. A section has at least so many work tiles for each SM, or some would be idle.
-SECTION_HEADS, SECTION_TILES = 16, 3
+SECTION_TILES = 3  # of a section, for each SM, or some would be idle
 
 
 def variants(
