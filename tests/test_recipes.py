@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ import triton.language as tl
 
 import quire
 from quire.batch import Batch
-from quire.cache import PagedKVCache
 from quire.compile_ahead import launches
 from quire.dispatch.request import Options, Request
 from quire.kernels import choose, formats, mods, views
 from quire.kernels.launcher import launch
-from quire.kernels.scratch import ScratchSize
 from quire.kernels.states import as_stored
 from quire.targets import TARGETS, Launch, compiling
 from quire.testing import error_budget, make_problem
@@ -178,7 +175,7 @@ def serial_kernel(
 
 
 @dataclass(frozen=True)
-class SerialLaunch:
+class SerialLaunch(quire.kernels.launch.Launch):
     """A launch of `serial_kernel`.
 
     Attributes:
@@ -194,18 +191,9 @@ class SerialLaunch:
     def num_programs(self, num_tokens: int) -> int:
         return num_tokens * self.request.spec.num_q_heads
 
-    def scratch_size(self) -> ScratchSize:
-        return ScratchSize()
-
     def compile_keys(self) -> frozenset[Hashable]:
         spec = self.request.spec
         return frozenset({(self.name, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)})
-
-    def with_most_partitions(self) -> "SerialLaunch":
-        return self
-
-    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "SerialLaunch":
-        return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None):
         spec = self.request.spec

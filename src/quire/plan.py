@@ -302,7 +302,6 @@ def plan(
         batch_invariant=batch_invariant,
         workspace=workspace,
         kernel=kernel,
-        kernels=FAMILIES,
     )
     levels = ()
     if shared_prefix is not None:
@@ -355,17 +354,7 @@ def is_worth_sharing(
         False
     """
     bounds, _ = check_plan_arguments(
-        spec,
-        batch,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        num_tokens=num_tokens,
-        num_splits=None,
-        config=None,
-        batch_invariant=False,
-        workspace=None,
-        kernel=None,
-        kernels=FAMILIES,
+        spec, batch, max_query_len=max_query_len, max_seq_len=max_seq_len, num_tokens=num_tokens
     )
     try:
         levels = check_shared_prefix(shared_prefix, spec, batch, bounds)

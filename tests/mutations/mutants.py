@@ -956,7 +956,7 @@ OUTSIDE = {
     ),
     "a warm-up of the variants that are few enough": Mutant(
         "compile_ahead/launches.py",
-        "yield from alike(launch)",
+        "yield from launch.alike()",
         "yield launch",
         "test_service.py::test_no_batch_within_limits_needs_a_kernel_or_scratch_that_the_limits_do_not",
     ),

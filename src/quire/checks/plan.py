@@ -1,6 +1,5 @@
 """Checks of the arguments of `plan`, but for `shared_prefix`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds
 from quire.draft_trees import MAX_DRAFTS
 from quire.errors import UnsupportedError, check_flag, check_integer, check_served, check_tensor, describe
+from quire.kernels.choose import FAMILIES
 from quire.spec import UNBOUNDED, AttentionSpec
 
 MAX_SPLITS = 128
@@ -25,19 +25,17 @@ def check_plan_arguments(
     max_query_len: int,
     max_seq_len: int,
     num_tokens: int | None,
-    num_splits: int | None,
-    config: KernelConfig | None,
-    batch_invariant: bool,
-    workspace: torch.Tensor | None,
-    kernel: str | None,
-    kernels: Sequence[str],
+    num_splits: int | None = None,
+    config: KernelConfig | None = None,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
+    kernel: str | None = None,
 ) -> tuple[Bounds, int | None]:
     """Raise unless the arguments of `plan` are sound; return the bounds and num_splits as plain integers.
 
     Args:
         spec, batch, max_query_len, max_seq_len, num_tokens, num_splits, config, batch_invariant, workspace, kernel:
             as for `quire.plan`.
-        kernels: names that `kernel` may be.
 
     Returns:
         The bounds, with num_tokens `num_seqs * max_query_len` where None was given, and num_splits.
@@ -79,8 +77,8 @@ def check_plan_arguments(
     check_flag("batch_invariant", batch_invariant, "pass True for results that do not depend on the rest of the batch")
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel must be the name of a kernel, got {describe(kernel)}; leave it out to have it chosen")
-    if kernel is not None and kernel not in kernels:
-        names = ", ".join(kernels)
+    if kernel is not None and kernel not in FAMILIES:
+        names = ", ".join(FAMILIES)
         raise ValueError(f"kernel must be one of {names}, got {describe(kernel)}; leave it out to have it chosen")
     if workspace is not None:
         _check_workspace(workspace, batch.device)

@@ -17,7 +17,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request, spec_for_kernels
 from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.choose import key_steps, variants
-from quire.kernels.launch import Launch, alike, kernels_of
+from quire.kernels.launch import Launch, kernels_of
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
@@ -45,7 +45,7 @@ CHOICES.append(distinct_launches)
 def launches_within(*bounds: Any) -> Iterator[Launch]:
     """Enumerate launches that have all kernels of batches within the bounds, which `variants_within` takes."""
     for launch in variants_within(True, *bounds):
-        yield from alike(launch)
+        yield from launch.alike()
 
 
 def scratch_within(*bounds: Any) -> int:

@@ -73,19 +73,8 @@ def workspace_size(
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_served("device", where)
-    limits = check_limits(
-        spec,
-        max_num_seqs,
-        max_num_tokens,
-        max_seq_len,
-        1,
-        min_seq_len,
-        batch_invariant,
-        intervals,
-        trees,
-        chosen,
-        extra_chosen,
-    )
+    numbers = max_num_seqs, max_num_tokens, max_seq_len, 1, min_seq_len
+    limits = check_limits(spec, *numbers, batch_invariant, intervals, trees, chosen, extra_chosen)
     if is_served_by_torch(where):
         return 0
     return scratch_within(spec, device_properties(where), *limits)
@@ -172,19 +161,8 @@ def warmup(
         >>> quire.warmup(spec, cache, max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384)  # none on a CPU
         []
     """
-    limits = check_limits(
-        spec,
-        max_num_seqs,
-        max_num_tokens,
-        max_seq_len,
-        min_query_len,
-        min_seq_len,
-        batch_invariant,
-        intervals,
-        trees,
-        chosen,
-        extra_chosen,
-    )
+    numbers = max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len
+    limits = check_limits(spec, *numbers, batch_invariant, intervals, trees, chosen, extra_chosen)
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     check_extra(cache, extra_chosen, extra_cache)
     for name, value in (("rope", rope), ("qk_norm", qk_norm)):
@@ -284,19 +262,8 @@ def begin_warmup(
         >>> quire.begin_warmup(spec, cache, device="cpu", **limits)  # nothing to compile on a CPU
     """
     where = check_device("device", device, WHERE) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    limits = check_limits(
-        spec,
-        max_num_seqs,
-        max_num_tokens,
-        max_seq_len,
-        min_query_len,
-        min_seq_len,
-        batch_invariant,
-        intervals,
-        trees,
-        chosen,
-        extra_chosen,
-    )
+    numbers = max_num_seqs, max_num_tokens, max_seq_len, min_query_len, min_seq_len
+    limits = check_limits(spec, *numbers, batch_invariant, intervals, trees, chosen, extra_chosen)
     check_what_launches(spec, cache, return_lse, out_scale, append, per_head_dtype)
     check_extra(cache, extra_chosen, extra_cache)
     folder = exported.folder_of(kernels)

@@ -73,17 +73,12 @@ class HopperConfig:
         """Return how many heads of one KV head a work tile has: the most that fit and that divide the group."""
         return heads_that_fit(64 * self.num_warpgroups, self.block_t, group_size)
 
-    def with_smaller_tiles(self, more_stages: bool) -> "HopperConfig":
-        """Return this configuration if a tile has a power of two of keys, else one with that many.
-
-        Args:
-            more_stages: whether stages have as many bytes in all as before, rather than as many stages.
-        """
+    def with_smaller_tiles(self) -> "HopperConfig":
+        """Return this configuration with a power of two of keys in a tile, and as many bytes in all stages."""
         block_n = largest_power_of_two(self.block_n)
-        if block_n == self.block_n:
+        if block_n == self.block_n:  # asked of each layer
             return self
-        stages = self.num_stages * self.block_n // block_n if more_stages else self.num_stages
-        return replace(self, block_n=block_n, num_stages=stages)
+        return replace(self, block_n=block_n, num_stages=self.num_stages * self.block_n // block_n)
 
     @property
     def programs_per_sm(self) -> int:
@@ -103,8 +98,6 @@ def hopper_refusal(spec: AttentionSpec, properties: DeviceProperties) -> str | N
         return "GPUs other than Hopper"
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype} queries".removeprefix("torch.")
-    if spec.latent:
-        return "latents"
     if spec.kv_format is not None:
         return f"caches in {spec.kv_format}"
     if spec.kv_dtype is not spec.dtype and (spec.head_dim, spec.head_dim_v) not in HOPPER_QUANTISED:

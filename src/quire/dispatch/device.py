@@ -65,6 +65,11 @@ class DeviceProperties:
         return self.native_tf32 and not self.has_mfma
 
     @property
+    def pdl(self) -> dict[str, bool]:
+        """What kernels and the compiler are told of PDL, by name. Other targets' compilers do not know the option."""
+        return {"PDL": True, "launch_pdl": True} if self.supports_pdl else {"PDL": False}
+
+    @property
     def has_mma_sync(self) -> bool:
         """Whether all products of a kernel are mma.sync's, which reads registers: NVIDIA's GPUs but Hopper and B200."""
         return self.native_tf32 and not (self.has_wgmma or self.has_mfma or self._is_datacenter_blackwell)

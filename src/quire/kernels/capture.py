@@ -12,9 +12,14 @@ def current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether what is launched on the current stream is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def capture_id(device: torch.device) -> int:
     """Return a number of the capture that the current stream is in, another one for each capture; 0 outside of one."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if not is_capturing(device):
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = get_capture_info()(ctypes.c_void_p(current_stream(device)), status, number)

@@ -60,11 +60,6 @@ def kernels_of(launch: "Launch") -> frozenset[Hashable]:
     return own | {(True, as_appending(fallback), key) for key in fallback.compile_keys()}
 
 
-def alike(launch: "Launch") -> "tuple[Launch, ...]":
-    """Return the launches that a warm-up compiles where it meets this one."""
-    return launch.alike() if hasattr(launch, "alike") else (launch,)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def bind_fallback(runner: Any, cache: PagedKVCache, q: Any = None) -> "Runner":
     """Bind the fallback of a runner's launch, which serves a cache and queries that the launch does not."""
     launch = runner.decided
@@ -100,46 +95,47 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-class Launch(Protocol):
-    """A decision of how to launch attention."""
+class Launch:
+    """A decision of how to launch attention: a frozen dataclass. A family overrides what raises, and what differs.
+
+    Attributes:
+        request: the request that was decided about.
+    """
+
+    request: Request
 
     @property
     def name(self) -> str:
         """Name of the kernel family."""
-        ...
-
-    @property
-    def request(self) -> Request:
-        """The request that was decided about."""
-        ...
-
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        ...
+        raise NotImplementedError
 
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch that the launch needs."""
-        ...
+        return ScratchSize()
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, without the fallback's.
 
         Two keys are equal if and only if the same is compiled, for one spec, device and cache, and one kind of call.
         """
-        ...
+        raise NotImplementedError
+
+    def alike(self) -> "tuple[Launch, ...]":
+        """Return the launches that differ in what is decided by numbers, and for which kernels are compiled."""
+        return (self,)
 
     def with_most_partitions(self) -> "Launch":
         """Return the launch with the most partitions that one with its kernels may have, which is for scratch alone."""
-        ...
+        return self
 
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "Launch":
         """Return the launch for a cache, and for queries if they are given: this one, or its fallback."""
-        ...
+        return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with scratch in a workspace of `scratch_size` bytes."""
-        ...
+        raise NotImplementedError
 
     def __str__(self) -> str:
         """Describe the launch in one line."""
-        ...
+        raise NotImplementedError

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from quire import log
+from quire.kernels.capture import is_capturing
 from quire.kernels.launch import Launch, Runner
 from quire.kernels.ranges import within
 
@@ -52,7 +53,7 @@ class Timing:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Time a call, unless enough were, or a graph is being captured, which runs nothing."""
+        """Time a call, unless enough were, or a graph is being captured, which runs nothing and answers no event."""
         if is_capturing(self.device):
             yield
             return
@@ -77,11 +78,6 @@ class Timing:
         predicted = "" if self.predicted_us is None else f", {log.micros(self.predicted_us)} predicted"
         line = f"{self.words}: {log.micros(least * 1e3)} µs, the least of {CALLS} calls{predicted}"
         log.say_once(log.LAUNCH, line, self.decision)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether a graph is being captured on the current stream, in which no event may be asked."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def timed(runner: Runner, launch: Launch, words: str, predicted_us: float | None, device: torch.device) -> Runner:

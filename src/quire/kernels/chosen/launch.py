@@ -12,7 +12,7 @@ from quire.dispatch.config import KernelConfig, padded, power_of_two, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import constexprs_of, key_of
+from quire.kernels.launch import Launch, constexprs_of, key_of
 from quire.kernels.portable.variants import entry_of, read_config
 from quire.kernels.scratch import Part, ScratchSize, counter_bytes
 
@@ -63,7 +63,7 @@ AHEAD = 16
 
 
 @dataclass(frozen=True)
-class ChosenLaunch:
+class ChosenLaunch(Launch):
     """One program for each query token, block of query heads of a KV head, and part of its list, which gathers keys.
 
     Attributes:
@@ -120,25 +120,22 @@ class ChosenLaunch:
                 "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
                 "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
             }  # fmt: skip
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
-        if device.supports_pdl:
-            options["launch_pdl"] = True
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints | device.pdl
         return widths | {
             "SCORE_MOD": mods.score_mod(spec),
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CAUSAL": spec.causal, "BLOCK_SIZE": block_size,
-            "ARE_SLOTS": are_slots, "PDL": device.supports_pdl, "PARTIAL_ROWS": self.partial_rows,
+            "ARE_SLOTS": are_slots, "PARTIAL_ROWS": self.partial_rows,
         } | options  # fmt: skip
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch, but for BLOCK_N."""
         spec, of_kernel = self.request.spec, constexprs_of(self)
         columns = min(COMBINED // AHEAD, self.config.block_dv)
-        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
-        return {name: of_kernel[name] for name in ("BLOCK_M", "BLOCK_SIZE", "PARTIAL_ROWS", "PDL")} | {
+        return {name: of_kernel[name] for name in ("BLOCK_M", "BLOCK_SIZE", "PARTIAL_ROWS")} | {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM_V": spec.head_dim_v,
             "BLOCK_DV": self.config.block_dv, "COLUMNS": columns, "AHEAD": AHEAD, "num_warps": 1,
-        } | options  # fmt: skip
+        } | self.request.device.pdl  # fmt: skip
 
     def num_combine_programs(self, num_tokens: int) -> int:
         """Return the programs of the second launch."""
@@ -175,14 +172,6 @@ class ChosenLaunch:
         if self.num_splits > 1:
             keys.add(key_of("combine_chosen", *facts, **self.combine_constexprs()))
         return frozenset(keys)
-
-    def with_most_partitions(self) -> "ChosenLaunch":
-        """Return this launch, whose scratch does not depend on the number of parts."""
-        return self
-
-    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "ChosenLaunch":
-        """Return this launch, which serves every cache."""
-        return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "ChosenRunner":
         """Return the runner for a batch."""
@@ -375,8 +364,6 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         options: what the caller of `plan` asks for.
         within: return all that any batch with as many queries may have, for a warm-up.
     """
-    if request.chosen is None:
-        return "batches without chosen keys"
     if request.spec.kv_format is not None:
         return f"caches in {request.spec.kv_format}"
     if options.config is not None:

@@ -12,7 +12,7 @@ from quire.dispatch.config import power_of_two
 from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels.chosen.launch import ChosenLaunch
 from quire.kernels.chosen.launch import variants as portable_variants
-from quire.kernels.launch import Runner, constexprs_of, key_of
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of
 from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, MIN_COLUMNS, ROWS, TILE, WIDTHS
 from quire.kernels.scratch import ScratchSize, counter_bytes
 
@@ -25,7 +25,7 @@ COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
 
 
 @dataclass(frozen=True)
-class ChosenHopperLaunch:
+class ChosenHopperLaunch(Launch):
     """Warp-specialised programs that take query tokens, or parts of their lists, in turn.
 
     Attributes:
@@ -67,10 +67,6 @@ class ChosenHopperLaunch:
     def programs_of_row_block(self, num_tokens: int) -> int:
         """Return the programs of each row block, which take items in turn."""
         return min(num_tokens * self.num_splits, self.programs_at_once) if self.request.num_seqs else 0
-
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid, for a batch of `num_tokens` query tokens."""
-        return self.row_blocks * self.programs_of_row_block(num_tokens)
 
     def constexprs(self) -> dict[str, Any]:
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
@@ -123,10 +119,6 @@ class ChosenHopperLaunch:
             keys.add(key_of("combine_lists", *facts, **self.combine_constexprs()))
         return frozenset(keys)
 
-    def with_most_partitions(self) -> "ChosenHopperLaunch":
-        """Return this launch, whose scratch does not depend on the number of parts."""
-        return self
-
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "ChosenHopperLaunch | ChosenLaunch":
         """Return this launch, or its fallback for a cache that the kernel does not gather."""
         return self if gathers(cache) else self.fallback
@@ -169,8 +161,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         within: return all that any batch with as many queries may have, for a warm-up.
     """
     spec, chosen = request.spec, request.chosen
-    if chosen is None:
-        return "batches without chosen keys"
+    assert chosen is not None
     if not spec.latent:
         return "keys and values that aren't latents"
     if not request.device.has_wgmma:

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,12 +9,11 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.request import Options, Request
 from quire.kernels.cpu.attention import attend
-from quire.kernels.launch import Runner
-from quire.kernels.scratch import ScratchSize
+from quire.kernels.launch import Launch, Runner
 
 
 @dataclass(frozen=True)
-class TorchLaunch:
+class TorchLaunch(Launch):
     """Attention in vectorised PyTorch. Triton has no driver for CPUs.
 
     Attributes:
@@ -29,25 +27,9 @@ class TorchLaunch:
         """Name of the kernel family."""
         return "torch"
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return 0: there is no grid."""
-        return 0
-
-    def scratch_size(self) -> ScratchSize:
-        """Return 0 bytes: no scratch is needed."""
-        return ScratchSize()
-
     def compile_keys(self) -> frozenset[Hashable]:
         """Return no key: nothing is compiled."""
         return frozenset()
-
-    def with_most_partitions(self) -> "TorchLaunch":
-        """Return this launch, which needs no scratch."""
-        return self
-
-    def for_cache(self, cache: PagedKVCache, q: Any = None) -> "TorchLaunch":
-        """Return this launch, which serves every cache."""
-        return self
 
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the function that computes attention for a batch."""

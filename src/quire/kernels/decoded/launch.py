@@ -20,7 +20,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import padded
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.launch import Runner, key_of, once
+from quire.kernels.launch import Launch, Runner, key_of, once
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import MOST_STATES, ScratchSize
 from quire.kernels.tma import matrix_of_queries
@@ -33,7 +33,7 @@ PROGRAMS_PER_SM = 32
 
 
 @dataclass(frozen=True)
-class DecodedLaunch:
+class DecodedLaunch(Launch):
     """Decode the keys and values of prompts, then attend to them.
 
     Attributes:
@@ -78,10 +78,6 @@ class DecodedLaunch:
         """Byte of the workspace where keys begin."""
         return self.table_at + 128 * cdiv(4 * self.request.num_seqs, 128)
 
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the grid that attends."""
-        return self.attend.num_programs(num_tokens)
-
     @property
     def block_n(self) -> int:
         """Keys of a tile."""
@@ -103,12 +99,11 @@ class DecodedLaunch:
 
     def constexprs(self) -> dict[str, Any]:
         """Return the constexprs of the kernel that decodes, without those that a cache decides."""
-        spec, has_pdl = self.request.spec, self.request.device.supports_pdl
-        options = {"launch_pdl": True} if has_pdl else {}
+        spec = self.request.spec
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "HEAD_DIM": spec.head_dim, "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_N": self.block_n, "PDL": has_pdl, "num_warps": 1,
-        } | options  # fmt: skip
+            "BLOCK_N": self.block_n, "num_warps": 1,
+        } | self.request.device.pdl  # fmt: skip
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""

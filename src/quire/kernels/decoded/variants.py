@@ -15,8 +15,7 @@ from quire.kernels.portable.variants import config_of_decode, most_decode_querie
 from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
-# How many queries few are may be multiplied by a power of STEP, of which there are STEPS: each has a kernel.
-STEP, STEPS = 8, 4
+FACTORS = 1, 8, 64, 512  # how many times as many queries few may be; each has a kernel
 
 
 def variants(
@@ -31,7 +30,7 @@ def variants(
     config = config_of_decode(spec, request.device)
     few = most_decode_queries(spec, config.block_m)
     for name, attend in attending.items():
-        for most in (few * STEP**i for i in range(STEPS)):
+        for most in (few * factor for factor in FACTORS):
             both = hopper.with_decode_launch(attend, request, most, config)
             launch = DecodedLaunch(request, replace(both, has_scales=True), fallback)
             if within:
@@ -45,8 +44,6 @@ def variants(
 def refusal_of(request: Request, options: Options) -> str | None:
     """Return in words what is not served; None if a request is, or would be with smaller bounds."""
     spec = request.spec
-    if spec.latent:
-        return "latents"
     if spec.kv_dtype is spec.dtype:
         return "caches that aren't quantised"
     if options.batch_invariant:

@@ -10,7 +10,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import HopperConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.launch import Runner, constexprs_of, key_of, once, states_at_once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once, states_at_once
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import CUT_WARPGROUPS_PER_SM, ScratchSize, counter_bytes, cut_counter_bytes
 from quire.kernels.tma import has_boxes, has_pieces, matrices_of_cache, matrix_of_queries, no_matrix, page_box
@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # it imports Triton, which a plan for the CPU must not need
 MAX_PORTABLE_HEAD_DIM = 128  # columns of a head, beyond which the portable kernels are slow
 MAX_KEYS_WITHOUT_TILE_MAPS = 1024  # that a query may see; beyond, further tensor maps are worth the time to fetch them
 MAX_SPLITS_OF_CUT = 32  # of the row block of a sequence that has one; 8 of others (`schedule.py`)
+SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
+# With many KV heads, programs attend to sections of at least so many, one after the other. Those that run at once then
+# share keys and values in the L2 cache.
+SECTION_HEADS = 16
 # Of larger caps, sums could overflow float32. With this one, sums over 2^17 keys with values of up to 2^38 do not.
 MAX_CAP_WITHOUT_MAXIMUM = 50.0
 CAPPED_SCALES = 1e-6, 1e5  # of a score over its cap, whose powers the coefficients in `softcap.py` can hold
@@ -31,7 +35,7 @@ MIN_BOX_OF_PIECES = 16
 
 
 @dataclass(frozen=True)
-class HopperLaunch:
+class HopperLaunch(Launch):
     """A persistent, warp-specialised kernel for prompts.
 
     It may be followed by a second launch, which serves decoding sequences or combines splits.
@@ -251,8 +255,6 @@ class HopperLaunch:
 
     def alike(self) -> "tuple[HopperLaunch, ...]":
         """Return the launches that differ in what is decided by numbers, and for which kernels are compiled."""
-        from quire.kernels.hopper.variants import SECTION_HEADS, SPLITS_ALIKE
-
         if self.num_splits > 1:
             return tuple(replace(self, num_splits=number) for number in SPLITS_ALIKE)
         heads = self.request.spec.num_kv_heads
@@ -271,7 +273,7 @@ class HopperLaunch:
 
     def config_of(self, cache: PagedKVCache) -> HopperConfig:
         """Return the configuration, with smaller tiles where boxes are small, or where most tiles can be one box."""
-        smaller = self.config.with_smaller_tiles(more_stages=True)
+        smaller = self.config.with_smaller_tiles()
         has_smaller = page_box(cache) < MIN_BOX_OF_PIECES or fits_one_box(smaller.block_n, cache)
         return smaller if has_smaller else self.config
 

@@ -139,13 +139,8 @@ class HopperRunner:
         kv_box, second_box = self.boxes
 
         def of_pages(box: int) -> tuple[TensorDescriptor, ...]:
-            if not box:
-                return ()
-            k, v = (
-                describe(cache.k, matrices[1], box, spec.head_dim),
-                describe(cache.v, matrices[2], box, spec.head_dim_v),
-            )
-            return k, v
+            parts = zip((cache.k, cache.v), matrices[1:], (spec.head_dim, spec.head_dim_v), strict=True)
+            return tuple(describe(tensor, matrix, box, width) for tensor, matrix, width in parts) if box else ()
 
         first, second = of_pages(kv_box), of_pages(second_box)
         descriptors = *first, describe(q, matrices[0], LEAST_ROWS, spec.head_dim), *second

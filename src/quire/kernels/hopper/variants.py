@@ -15,7 +15,7 @@ import torch
 from quire.dispatch.config import HopperConfig, KernelConfig, hopper_refusal
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, HopperLaunch, width_of_part
+from quire.kernels.hopper.launch import MAX_KEYS_WITHOUT_TILE_MAPS, SECTION_HEADS, HopperLaunch, width_of_part
 from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch
 from quire.kernels.portable.variants import decode_launch, most_decode_queries
 from quire.spec import AttentionSpec
@@ -37,10 +37,7 @@ OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange 
 UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
 FEW_ROWS = 8  # of the longest sequence, up to which the portable kernel's tiles of 16 rows were always as fast
 MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
-SPLITS_ALIKE = 2, 3, 5, 6  # numbers of splits that stand for all others: few and many, even and odd
-# With many KV heads, programs attend to sections of about so many, one after the other. Those that run at once then
-# share keys and values in the L2 cache. A section has at least so many work tiles for each SM, or some would be idle.
-SECTION_HEADS, SECTION_TILES = 16, 3
+SECTION_TILES = 3  # of a section, for each SM, or some would be idle
 
 
 def variants(
@@ -57,18 +54,15 @@ def variants(
     spec = request.spec
     if refusal := refusal_of(request, options):
         return refusal
+    if options.batch_invariant:
+        *_, config = configs_of(spec, request.device, False).values()  # the last one has two warpgroups
+        parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
+        config = with_keys(config, fallback.config.block_n, request, parts)
+        launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
+        return {f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request, most_decode_queries(spec))}
     found: dict[str, HopperLaunch] = {}
-    configs = configs_of(spec, request.device, request.is_ragged and not options.batch_invariant)
+    configs = configs_of(spec, request.device, request.is_ragged)
     for name, config in configs.items():
-        if options.batch_invariant:
-            parts = cdiv(spec.head_dim_v, MAX_INVARIANT_PART_COLUMNS)
-            config = with_keys(config, fallback.config.block_n, request, parts)
-            launch = HopperLaunch(request, config, fallback, fixed_split_size=FIXED_SPLIT_SIZE, column_parts=parts)
-            if config.num_warpgroups == 2:
-                found = {
-                    f"hopper wg2 n{config.block_n}": with_decode_launch(launch, request, most_decode_queries(spec))
-                }
-            continue
         launch = HopperLaunch(request, config, fallback, column_parts=cdiv(spec.head_dim_v, MAX_PART_COLUMNS))
         for use, each in uses_of(launch, within).items():
             if config.apart == (use == "cut") or not (config.apart or f"{name} apart" in configs):
@@ -79,14 +73,10 @@ def variants(
 def refusal_of(request: Request, options: Options) -> str | None:
     """Return in words what the kernel does not serve; None if it serves a request."""
     spec = request.spec
-    if spec.latent:
-        return "latents"
     if options.kernel is None and request.rows_per_seq <= FEW_ROWS:
         return f"sequences of at most {FEW_ROWS} rows unless it is asked for"
     if request.has_tree:
         return "draft trees"
-    if request.chosen is not None:
-        return "chosen keys"
     if spec.has_bounds:
         return "a mask with bounds"
     if (spec.score is not None or spec.mask is not None) and options.batch_invariant:

@@ -29,8 +29,6 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         within: return all that any batch may have whose numbers are of the same kind, for a warm-up.
     """
     spec, device = request.spec, request.device
-    if not spec.latent:
-        return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
     if options.config is not None:

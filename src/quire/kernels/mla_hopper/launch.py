@@ -10,7 +10,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import MIN_TMA_BOX, power_of_two
 from quire.dispatch.request import Request, cdiv
-from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once
 from quire.kernels.mla.launch import MLALaunch
 from quire.kernels.scratch import ScratchSize
 from quire.kernels.tma import matrix_of, no_matrix, page_box
@@ -30,7 +30,7 @@ MIN_COMBINE_PROGRAMS = 132  # programs below which a program combines fewer rows
 
 
 @dataclass(frozen=True)
-class MLAHopperLaunch:
+class MLAHopperLaunch(Launch):
     """A warp-specialised kernel for latents, and a second one that combines partials.
 
     Attributes:
@@ -91,10 +91,6 @@ class MLAHopperLaunch:
     def sequence_cost(self) -> int:
         """Time to begin a sequence, in tiles (NVIDIA H200, 2026-11-22)."""
         return 1 if self.columns < ROWS else 4
-
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of the attention kernel's grid."""
-        return self.row_blocks * self.num_partitions if num_tokens and self.request.num_seqs else 0
 
     @once
     def scratch_size(self) -> ScratchSize:

@@ -34,8 +34,6 @@ def variants(
 def refusal_of(request: Request, options: Options) -> str | None:
     """Return in words what the kernel does not serve; None if it serves a request."""
     spec = request.spec
-    if not spec.latent:
-        return "keys and values that aren't latents"
     if request.per_token is not None:
         return request.per_token
     if spec.score is not None or spec.mask is not None:

@@ -12,7 +12,7 @@ from quire.cache import PagedKVCache
 from quire.dispatch.config import CostModel, KernelConfig, power_of_two
 from quire.dispatch.request import Request, cdiv
 from quire.kernels import views
-from quire.kernels.launch import Runner, constexprs_of, key_of, once
+from quire.kernels.launch import Launch, Runner, constexprs_of, key_of, once
 from quire.kernels.portable.runner import PortableRunner
 from quire.kernels.scratch import TILE_COUNTER_BYTES, Part, ScratchSize, counter_bytes
 from quire.spec import UNBOUNDED, AttentionSpec
@@ -29,7 +29,7 @@ INTERVALS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class PortableLaunch:
+class PortableLaunch(Launch):
     """A launch of the portable kernel. Each program owns a partition of the batch's KV tiles, or a row block.
 
     Attributes:
@@ -146,16 +146,14 @@ class PortableLaunch:
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
-        spec, columns, has_pdl = self.request.spec, self.combine_columns, self.request.device.supports_pdl
-        ahead = self.partials_at_once
+        spec, columns, ahead = self.request.spec, self.combine_columns, self.partials_at_once
         if self.fixed_split_size:
             ahead = 32 if columns <= 32 else 8
-        options = {"launch_pdl": True} if has_pdl else {}
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM_V": spec.head_dim_v,
-            "BLOCK_DV": self.config.block_dv, "PDL": has_pdl, "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
+            "BLOCK_DV": self.config.block_dv, "COLUMNS": columns, "AHEAD": ahead, "num_warps": 1,
             "STRIDE": self.lanes * self.partial_rows if self.fixed_split_size else 0,
-        } | options  # fmt: skip
+        } | self.request.device.pdl  # fmt: skip
 
     @property
     def min_split_tiles(self) -> int:
@@ -286,9 +284,7 @@ class PortableLaunch:
 
         spec, config, device = self.request.spec, self.config, self.request.device
         several = self.request.bounds.max_query_len > 1
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints
-        if device.supports_pdl:
-            options["launch_pdl"] = True
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages} | config.hints | device.pdl
         return {
             "NUM_KV_HEADS": spec.num_kv_heads, "GROUP": spec.group_size, "HEAD_DIM": spec.head_dim,
             "HEAD_DIM_V": spec.head_dim_v, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
@@ -297,9 +293,8 @@ class PortableLaunch:
             "INPUT_PRECISION": "tf32" if spec.allow_tf32 and device.native_tf32 else "ieee",
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "FULL_TILE_LOOP": self.full_tile_loop,
             "PER_ROW_MASK": several, "MULTI_BLOCK": self.multi_block or (several and self.serves_any_rows),
-            "PDL": device.supports_pdl, "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2,
-            "OWN_ROWS": config.has_own_rows(device), "FIXED_SPLIT": self.fixed_split_size,
-            "MIN_QUERIES": self.min_queries,
+            "WGMMA": device.has_wgmma and spec.dtype.itemsize == 2, "OWN_ROWS": config.has_own_rows(device),
+            "FIXED_SPLIT": self.fixed_split_size, "MIN_QUERIES": self.min_queries,
         } | options | self.partition_constexprs()  # fmt: skip
 
     def partition_constexprs(self) -> dict[str, Any]:
@@ -350,14 +345,12 @@ class PortableLaunch:
     def schedule_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the launch that finds the schedule, but for its unit."""
         group, block_m = self.rows_of_partition
-        of_kernel = constexprs_of(self)
-        options = {"launch_pdl": True} if of_kernel["PDL"] else {}
         return {
             "GROUP": group, "BLOCK_M": block_m, "MAX_DECODE_QUERIES": self.max_decode_queries,
-            "INTERVALS": self.intervals_at_once, "MORE_INTERVALS": of_kernel.get("MORE_INTERVALS", False),
-            "FIXED_SPLIT": self.fixed_split_size > 0, "PDL": of_kernel["PDL"],
-            "num_warps": 1,
-        } | options  # fmt: skip
+            "INTERVALS": self.intervals_at_once,
+            "MORE_INTERVALS": constexprs_of(self).get("MORE_INTERVALS", False),
+            "FIXED_SPLIT": self.fixed_split_size > 0, "num_warps": 1,
+        } | self.request.device.pdl  # fmt: skip
 
     @once
     def scratch_size(self) -> ScratchSize:

@@ -50,8 +50,6 @@ TURNED = {
     128: "8x32 w1 s3 p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
     256: "8x32 w1 s3 p8 wcj/wj",
 }
-
-
 # With block scales, numbers take longer, and loads may be further ahead.
 TURNED_IN_BLOCKS = TURNED | {128: "8x32 w1 s5u p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj"}
 SPILLS = "32x128 w4 s3 p2 /wj, "  # of k8v4 1,216 bytes, so it takes eight times as long as its products
@@ -111,10 +109,8 @@ USES = "cut", "joined"
 MIN_CUT_TILES = 4  # of the longest sequence: of fewer, partitions were never more than 3 % faster on an H200
 
 
-def variants(
-    request: Request, options: Options, within: bool = False, alone: bool = True
-) -> dict[str, PortableLaunch] | str:
-    """Return the launches of the portable kernel by name; or, in words, what it does not serve.
+def variants(request: Request, options: Options, within: bool = False, alone: bool = True) -> dict[str, PortableLaunch]:
+    """Return the launches of the portable kernel by name.
 
     Args:
         request: the batch.
@@ -123,8 +119,6 @@ def variants(
         alone: whether the Hopper kernel has no variants for the batch.
     """
     spec, device = request.spec, request.device
-    if spec.latent:
-        return "latents"
     if options.batch_invariant and options.config is None:
         configs = invariant_configs(spec, device)
     else:
@@ -247,7 +241,8 @@ def uses_of(
     found = {"whole": whole} if num_splits in (None, 1) or whole.fixed_split_size else {}
     blocks, keys = whole.num_row_blocks(request.bounds.num_tokens), request.bounds.max_seq_len
     tiles, units = cdiv(keys, whole.config.block_n), whole.max_units
-    is_short = not (num_splits or whole.max_decode_queries) and keys <= uncut_keys(whole)
+    uncut = max(whole.fixed_split_size, (MIN_CUT_TILES - 1) * whole.config.block_n)
+    is_short = not (num_splits or whole.max_decode_queries) and keys <= uncut
     if is_short or (not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS)):
         return found or {"whole": whole}
     for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
@@ -266,11 +261,6 @@ def uses_of(
             split = replace(split, num_partitions=max(1, min(split.capacity, blocks * cdiv(tiles, shortest))))
         found[use] = replace(split, partials_at_once=at_once(split) if use == "joined" else 0)
     return found or {"whole": whole}
-
-
-def uncut_keys(launch: PortableLaunch) -> int:
-    """Return the most keys of the longest sequence for which a launch has no partitions."""
-    return max(launch.fixed_split_size, (MIN_CUT_TILES - 1) * launch.config.block_n)
 
 
 def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:

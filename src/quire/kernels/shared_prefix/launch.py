@@ -24,7 +24,7 @@ Level = tuple[tuple[int, int], ...]  # (num_seqs, num_keys) of each run of seque
 
 
 @dataclass(frozen=True)
-class SharedPrefixLaunch:
+class SharedPrefixLaunch(Launch):
     """Attend to the keys that sequences share, then to their own, and combine.
 
     Attributes:
@@ -55,10 +55,6 @@ class SharedPrefixLaunch:
                 f"cache must have a page size that divides the {uneven[0]} keys that sequences share, got {page_size}; "
                 "share whole pages"
             )
-
-    def num_programs(self, num_tokens: int) -> int:
-        """Return the programs of all attention launches."""
-        return sum(launch.num_programs(num_tokens) for launch in self.launches)
 
     def scratch_size(self) -> ScratchSize:
         """Return the largest scratch of the launches, which run one after the other."""

@@ -13,6 +13,7 @@ from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.checks.batch import check_reads, check_shared_pages
 from quire.dispatch.device import device_properties
+from quire.kernels.capture import is_capturing
 from quire.kernels.launch import Runner
 from quire.kernels.shared_prefix.launch import SharedPrefixLaunch, first_seqs, is_rectangle, num_shared_keys
 from quire.state import State
@@ -150,11 +151,6 @@ def make_combine(batch: Batch) -> Any:
         kernel((num_tokens, out.shape[1], 1), (states, lses, out, out_scale, lse), None, arguments)
 
     return combine
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether what is launched is captured in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
