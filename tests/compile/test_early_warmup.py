@@ -20,6 +20,7 @@ from quire.compile_ahead import processes
 from quire.compile_ahead.empty_launches import EmptyLaunches
 from quire.compile_ahead.launches import distinct_launches
 from quire.compile_ahead.processes import Begun, Job
+from quire.compile_ahead.worker import SLOWEST_FIRST
 from quire.targets import TARGETS, compiling
 
 if triton.knobs.runtime.interpret:
@@ -104,6 +105,14 @@ def test_of_two_equal_processes_one_compiles_and_the_other_one_waits(tmp_path):
     with processes.finished(bounds):
         pass
     assert process.returncode == 0 and not [*tmp_path.rglob("*.cubin")]
+
+
+def test_the_process_knows_the_families_of_chosen_keys():
+    """It orders launches by family before it compiles the first one."""
+    spec = quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.1)
+    kind = False, False, False, (1, False, False, 64), None
+    found = distinct_launches(spec, TARGETS["sm90"].properties, 1, 1, 64, False, (kind,), 1, 64)
+    assert {launch.name for launch in found} == {"chosen", "chosen_hopper"} <= {*SLOWEST_FIRST}
 
 
 def test_an_answer_counts_when_it_is_complete():

@@ -190,6 +190,21 @@ def test_lists_that_have_to_be_copied_are_read_by_every_layer():
     assert attend()[0].any()
 
 
+@pytest.mark.parametrize("which", ["topk_length", "extra_topk_length"])
+def test_lengths_that_are_repeated_for_each_query_are_read_by_every_layer(which):
+    """Of several queries, a plan holds copies of the lengths, and nothing keeps hold of those that were given."""
+    p = problem_of("16 bits", "cpu", sinks=False)
+    lists, lens = p.batch.chosen.indices.view(3, 2, -1), {which: torch.zeros(3, dtype=torch.int32)}
+    extra = dict(extra_k_cache=as_heads(p.cache), extra_indices_in_kvcache=lists) if "extra" in which else {}
+    lists = torch.full_like(lists, -1) if extra else lists
+    meta, _ = flash_mla.get_mla_metadata()
+    given = p.q.view(3, 2, 5, -1), as_heads(p.cache), None, None, 512
+    attend = partial(flash_mla.flash_mla_with_kvcache, *given, meta, indices=lists, **extra, **lens)
+    assert not attend()[0].any()
+    lens[which].fill_(p.batch.chosen.width)
+    assert attend()[0].any()
+
+
 def test_sinks_weigh_a_row_without_keys():
     q, kv = torch.randn(2, 3, 512), torch.randn(5, 1, 512)
     lists = torch.tensor([[[-1, -1]], [[1, 2]]], dtype=torch.int32)

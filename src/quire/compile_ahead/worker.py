@@ -18,7 +18,8 @@ from quire.compile_ahead.processes import END, Job, Unpickler, first_to_lock
 from quire.kernels.launcher import compile_only
 from quire.launch_codec import decode, encode
 
-SLOWEST_FIRST = "decoded", "hopper", "mla_hopper", "chosen_hopper", "split_kv", "mla", "block"  # kernel families
+# Kernel families:
+SLOWEST_FIRST = "decoded", "hopper", "mla_hopper", "chosen_hopper", "split_kv", "mla", "chosen", "block"
 
 
 def main() -> None:

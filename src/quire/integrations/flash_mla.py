@@ -329,11 +329,12 @@ def lists_of(
 
 
 def are_copies(batch: Batch, tensors: tuple[torch.Tensor | None, ...]) -> bool:
-    """Return whether lists are not those that were given, into whose memory the next layer writes its own."""
-    kept = batch.chosen, batch.extra_chosen
+    """Return whether lists or their lengths are not those that were given, whose memory is written again."""
+    kept = [lists and (lists.indices, lists.lens) for lists in (batch.chosen, batch.extra_chosen)]
     return any(
-        lists is not None and given is not None and lists.indices.data_ptr() != given.data_ptr()
-        for lists, given in zip(kept, tensors[::2], strict=False)
+        mine is not None and given is not None and mine.data_ptr() != given.data_ptr()
+        for both, pair in zip(kept, (tensors[:2], tensors[2:]), strict=True)
+        for mine, given in zip(both or (), pair, strict=False)
     )
 
 
