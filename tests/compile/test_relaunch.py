@@ -264,7 +264,7 @@ def test_a_relaunch_asks_no_logger_and_a_first_launch_is_logged(passed, monkeypa
     some = launches.make_inputs(plan, wanted) | launches.new_tokens(plan)
     with caplog.at_level(logging.DEBUG, "quire.launch"):
         quire.attention(**some, plan=plan)
-    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel"]
+    assert [name for name, *_ in passed] == ["schedule_kernel", "portable_kernel", "combine_partials_kernel"]
     for (name, grid, _), line in zip(passed, caplog.messages, strict=True):
         how = "compiled in|from the cache in|loaded before"
         assert re.fullmatch(rf"{name}, grid {grid[0]} × 1 × 1, ({how}).*", line)

@@ -17,7 +17,7 @@ COMMANDS = {
     "generate": "continue prompts with a Hugging Face model",
     "check": "compare the kernels with the float64 oracle",
     "bench": "time attention next to other libraries (in quire-tools)",
-    "tune": "measure this GPU, and fit the numbers by which plans choose (in quire-tools)",
+    "tune": "fit the numbers by which plans choose (in quire-tools)",
     "warmup": "compile a server's kernels, and export them",
     "env": "versions, device, and what a plan chooses and why",
     "replay": "run a recorded call again, and judge it by the oracle",
