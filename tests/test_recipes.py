@@ -19,6 +19,7 @@ import triton.language as tl
 
 import quire
 from quire.batch import Batch
+from quire.checks import plan as checks
 from quire.compile_ahead import launches
 from quire.dispatch.request import Options, Request
 from quire.kernels import choose, formats, mods, views
@@ -236,7 +237,7 @@ def serial(monkeypatch) -> quire.AttentionSpec:
     for module in (choose, sys.modules["quire.plan"], launches):
         monkeypatch.setattr(module, "variants", variants)
     families = "serial", *choose.FAMILIES
-    for module in (choose, sys.modules["quire.plan"]):
+    for module in (choose, sys.modules["quire.plan"], checks):
         monkeypatch.setattr(module, "FAMILIES", families)
     return quire.AttentionSpec(**HEADS, dtype=torch.float32)
 
