@@ -90,7 +90,8 @@ class Inputs(NamedTuple):
     norm_rope: Any  # views.NormRope, or None
     extras: Any  # what FUNCTION reads, from `user_mods.passed`, or None
     kv: Any  # views.KVLayout
-    cu_seqlens_q: Any  # [num_seqs + 1] int32, or None
+    cu_seqlens_q: Any  # as `schedule.load_sequence` takes it, like the next
+    one_each: Any
     stride_table: Any
     kv_head: Any
     scoring: Any

@@ -67,6 +67,7 @@ class Lengths(NamedTuple):
     query_offsets: Any  # [num_seqs] int32, or None for bottom-right alignment
     key_begin: Any  # [num_tokens] int32 of intervals, or None, like the next
     key_end: Any
+    one_each: Any = None  # as `load_sequence` takes it
 
 
 class Units(NamedTuple):
@@ -110,7 +111,8 @@ class Part(NamedTuple):
     last_block: Any  # NO_END if the partition ends where its last sequence does
     last_unit: Any  # of the last row block, like the next
     last_units: Any
-    seq_len: Any  # of `seq` when the schedule was found, like the next two: its keys are loaded without waiting for it
+    seq_len: Any  # of `seq` when the schedule was found, like the next three: nothing waits for what they are now
+    q_start: Any
     q_len: Any
     first_pos: Any
 
@@ -191,7 +193,7 @@ def load_fields(at, NUMBER: tl.constexpr):
 @triton.jit
 def load_part(parts_ptr, partition):
     """Return the `Part` of a partition."""
-    return Part(*load_fields(parts_ptr + partition * FIELDS, 14))
+    return Part(*load_fields(parts_ptr + partition * FIELDS, 15))
 
 
 @triton.jit
@@ -219,20 +221,41 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def load_sequence(lengths, cu_seqlens_q, seq, mask=None):
+def load_sequence(lengths, cu_seqlens_q, seq, mask=None, one_each=None):
     """Return the `Sequence` of a number, or of each of a vector of numbers; zeros where the mask is not set."""
     other: tl.constexpr = None if mask is None else 0
     seq_len = tl.load(lengths.seq_lens + seq, mask, other)
-    q_start = seq
-    q_len = seq * 0 + 1
-    if cu_seqlens_q is not None:
-        q_start = tl.load(cu_seqlens_q + seq, mask, other)
-        q_len = tl.load(cu_seqlens_q + seq + 1, mask, other) - q_start
+    q_start, q_len = load_queries_of(cu_seqlens_q, seq, mask, one_each)
     if lengths.query_offsets is None:
         first_pos = seq_len - q_len
     else:
         first_pos = tl.load(lengths.query_offsets + seq, mask, other)
     return Sequence(seq_len, q_start, q_len, first_pos)
+
+
+@triton.jit
+def load_queries_of(cu_seqlens_q, seq, mask=None, one_each=None):
+    """Return which is a sequence's first query token of the batch, and how many it has.
+
+    Every sequence has one if `cu_seqlens_q` is None. It also has if the number `one_each` is not 0: then nothing is
+    read, and a kernel is compiled once for both kinds of batches.
+    """
+    if cu_seqlens_q is None:
+        return seq, seq * 0 + 1
+    elif one_each is None:
+        other: tl.constexpr = None if mask is None else 0
+        q_start = tl.load(cu_seqlens_q + seq, mask, other)
+        return q_start, tl.load(cu_seqlens_q + seq + 1, mask, other) - q_start
+    else:
+        is_read = seq * 0 + one_each == 0
+        q_start, q_stop = tl.load(cu_seqlens_q + seq, is_read, 0), tl.load(cu_seqlens_q + seq + 1, is_read, 0)
+        return tl.where(is_read, q_start, seq), tl.where(is_read, q_stop - q_start, 1)
+
+
+@triton.jit
+def load_lengths(lengths, seq):
+    """Return the `Sequence` of a number, or of each of a vector of numbers, of `Lengths`."""
+    return load_sequence(lengths, lengths.cu_seqlens_q, seq, None, lengths.one_each)
 
 
 @triton.jit
@@ -361,10 +384,9 @@ def tiles_of(sequence, row_block, causal, U: tl.constexpr):
 
 @triton.jit
 def is_as_planned(sequence, known):
-    """Return whether a sequence still has the lengths with which its keys are found."""
-    return (
-        (sequence.seq_len == known.seq_len) & (sequence.q_len == known.q_len) & (sequence.first_pos == known.first_pos)
-    )
+    """Return whether a sequence still has the lengths with which its queries and keys are found."""
+    same_keys = (sequence.seq_len == known.seq_len) & (sequence.first_pos == known.first_pos)
+    return same_keys & (sequence.q_start == known.q_start) & (sequence.q_len == known.q_len)
 
 
 # Where a cut is: what the kernels that find schedules share.
@@ -415,7 +437,7 @@ def count_units(lengths, first, num_seqs, window_left, window_right, U: tl.const
     Sequences that belong to another kernel have 0 of both.
     """
     seqs = first + tl.arange(0, MORE_SEQS)
-    sequences = load_sequence(lengths, lengths.cu_seqlens_q, tl.minimum(seqs, num_seqs - 1))
+    sequences = load_lengths(lengths, tl.minimum(seqs, num_seqs - 1))
     _, _, _, num_units, num_blocks = span(sequences, lengths, window_left, window_right, U)
     ours = seqs < num_seqs
     if U.MAX_DECODE_QUERIES > 0:
@@ -464,7 +486,7 @@ def find_unit(lengths, num_seqs, unit, window_left, window_right, U: tl.constexp
         seq, seq_unit = pass_sequences(seq, seq_unit, ends, ends <= unit)
         end += tl.sum(units, 0)
     seq = tl.minimum(seq, num_seqs - 1)
-    sequence = load_sequence(lengths, lengths.cu_seqlens_q, seq)
+    sequence = load_lengths(lengths, seq)
     _, _, _, num_units, num_blocks = span(sequence, lengths, window_left, window_right, U)
     block = (unit - seq_unit) // num_units
     return seq, sequence, block, seq_unit + block * num_units, num_units, block == num_blocks - 1
@@ -518,7 +540,7 @@ def schedule_kernel(
         last_block = tl.where(is_last & (last_unit + last_units == high), NO_END, last_block)
         part = Part(
             low, high, size, seq, block, first_unit, first_units, last_seq, last_block, last_unit, last_units,
-            sequence.seq_len, sequence.q_len, sequence.first_pos,
+            *sequence,
         )  # fmt: skip
         store_fields(parts_ptr + index * FIELDS, part)
     if cuts_ptr is not None:
@@ -526,7 +548,7 @@ def schedule_kernel(
             number, slot, seq, block = index * 0, index * 0, index * 0, index * 0
             if index < num_blocks:
                 seq, block = cut_seq, index - cut_block
-                sequence = load_sequence(lengths, lengths.cu_seqlens_q, seq)
+                sequence = load_lengths(lengths, seq)
                 _, _, _, num_units, _ = span(sequence, lengths, window_left, window_right, U)
                 unit = cut_unit + block * num_units
                 first_partition, number = partitions_of(unit, num_units, size)
@@ -599,7 +621,7 @@ def skip_prompts(cu_seqlens_q, seq, last_seq, MAX_DECODE_QUERIES: tl.constexpr):
 def tiles_of_sequences(lengths, first, num_seqs, row_block, causal, U: tl.constexpr):
     """Return the tiles of each of SEQS sequences from `first` on."""
     seqs = first + tl.arange(0, SEQS)
-    sequences = load_sequence(lengths, lengths.cu_seqlens_q, tl.minimum(seqs, num_seqs - 1))
+    sequences = load_lengths(lengths, tl.minimum(seqs, num_seqs - 1))
     return tl.where(seqs < num_seqs, tiles_of(sequences, row_block, causal, U), 0)
 
 
@@ -664,7 +686,7 @@ def mla_schedule_kernel(
     seq, end_seq = tl.minimum(seq, num_seqs), tl.minimum(end_seq, num_seqs)
     seq = tl.where(index == 0, 0, seq)  # no sequence without rows is left out
     stop = high - (end_place + overhead)
-    last = load_sequence(lengths, lengths.cu_seqlens_q, tl.minimum(end_seq, num_seqs - 1))
+    last = load_lengths(lengths, tl.minimum(end_seq, num_seqs - 1))
     last_tiles = tiles_of(last, row_block, causal, U)
     is_cut = stop > 0
     if index < num_partitions:
@@ -672,7 +694,7 @@ def mla_schedule_kernel(
         is_empty = seq > last_seq
         last_seq = tl.where(is_empty, num_seqs - 1, last_seq)
         seq = tl.where(is_empty, num_seqs, seq)
-        sequence = load_sequence(lengths, lengths.cu_seqlens_q, tl.minimum(seq, num_seqs - 1))
+        sequence = load_lengths(lengths, tl.minimum(seq, num_seqs - 1))
         part = LatentPart(
             seq, tl.maximum(low - (place + overhead), 0), sequence.seq_len, sequence.q_start, sequence.q_len,
             sequence.first_pos, last_seq, tl.where(is_cut, stop, NO_END), last_tiles, size,
@@ -682,7 +704,7 @@ def mla_schedule_kernel(
         cut_seq, cut_place, may_be_cut = end_seq, end_place, is_cut
         if by_sequence:
             cut_seq, cut_place, may_be_cut = index, own_place, index < num_seqs
-            own = load_sequence(lengths, lengths.cu_seqlens_q, tl.minimum(index, num_seqs - 1))
+            own = load_lengths(lengths, tl.minimum(index, num_seqs - 1))
             last_tiles = tiles_of(own, row_block, causal, U)
         first_partition, number = partitions_of(cut_place + overhead, last_tiles, size)
         may_be_cut = may_be_cut & ((by_sequence > 0) | (first_partition == index)) & (last_tiles > 0)

@@ -14,6 +14,7 @@ from quire.batch import Batch
 from quire.kernels.capture import capture_id, current_stream
 from quire.kernels.launcher import Arguments, Kernel
 from quire.kernels.schedule import Lengths
+from quire.kernels.views import starts_of
 
 # By the launch, the stream on which plans are made, and the lengths: a schedule keeps all of them alive.
 SCHEDULERS: WeakValueDictionary[tuple[Any, ...], "Scheduler"] = WeakValueDictionary()
@@ -50,9 +51,9 @@ class Scheduler:
     """
 
     def __init__(self, launch: Scheduled, batch: Batch) -> None:
-        self.launch, self.lengths = launch, Lengths(*lengths_of(batch))
+        self.launch, self.lengths = launch, lengths_of(batch)
         self.device = batch.device
-        self.read = [tensor for tensor in self.lengths if tensor is not None]
+        self.read = [each for each in self.lengths if isinstance(each, torch.Tensor)]
         self.has_versions = not any(tensor.is_inference() for tensor in self.read)
         self.kernel: Kernel | None = None
         self.found: tuple[Any, ...] = ()  # what was asked, in which capture, and versions of what was read
@@ -97,9 +98,10 @@ class Scheduler:
         return not all(map(torch.equal, known, found))
 
 
-def lengths_of(batch: Batch) -> tuple[torch.Tensor | None, ...]:
-    """Return the fields of `Lengths`."""
-    return batch.seq_lens, batch.cu_seqlens_q, batch.query_offsets, batch.key_begin, batch.key_end
+def lengths_of(batch: Batch) -> Lengths:
+    """Return the lengths that a batch has."""
+    starts, one_each = starts_of(batch)
+    return Lengths(batch.seq_lens, starts, batch.query_offsets, batch.key_begin, batch.key_end, one_each)
 
 
 def scheduler_of(launch: Scheduled, batch: Batch) -> Scheduler:

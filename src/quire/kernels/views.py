@@ -90,6 +90,16 @@ class NormRope(NamedTuple):
     sin_row: int
 
 
+ONE_EACH = 16  # a multiple of 16, as Triton's binder asks of numbers
+
+
+def starts_of(batch: Batch) -> tuple[torch.Tensor, int]:
+    """Return `cu_seqlens_q`, or a tensor in its place, and `one_each`, as `schedule.load_sequence` takes them."""
+    if batch.cu_seqlens_q is None:
+        return batch.seq_lens, ONE_EACH
+    return batch.cu_seqlens_q, 0
+
+
 class KVLayout(NamedTuple):
     """Strides of a cache, and the table through which sequences reach it. They are the same for all layers."""
 

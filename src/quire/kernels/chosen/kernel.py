@@ -338,8 +338,8 @@ def chosen_kernel(
     scale, v_scale = head_scales(cache, kv, kv_head, scale, T)
     scoring = Scoring(scale, LOG2E if SCORE_MOD is not None else scale * LOG2E, softcap, 0, 0)
     inputs = Inputs(
-        q_ptr, stride_q_token, stride_q_head, None, cache, None, None, None, kv, cu_seqlens_q, stride_table, kv_head,
-        scoring,
+        q_ptr, stride_q_token, stride_q_head, None, cache, None, None, None, kv, cu_seqlens_q, None, stride_table,
+        kv_head, scoring,
     )  # fmt: skip
     q = load_queries(inputs, rows, T)
     acc, m_i, l_i = empty_state(BLOCK_M, HEAD_DIM_V, 1, T.MOST)

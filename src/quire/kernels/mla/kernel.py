@@ -341,7 +341,7 @@ def concatenate(a, b, BLOCK_M: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["is_found_now", "stride_table", "stride_lse", "window_left", "window_right"],
+    do_not_specialize=["is_found_now", "one_each", "stride_table", "stride_lse", "window_left", "window_right"],
 )
 def mla_kernel(
     q_ptr,  # [num_tokens, num_q_heads, RANK]
@@ -355,7 +355,7 @@ def mla_kernel(
     extras,  # of FUNCTION, from `user_mods.passed`, or None
     is_found_now,  # whether the launch before this one finds the schedule, as a number
     kv,  # views.LatentLayout
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    cu_seqlens_q, one_each,  # as `load_sequence` takes them
     scratch,  # views.Partials
     scale, softcap, window_left, window_right,
     stride_table, stride_q_token, stride_q_head, stride_pe_token, stride_pe_head, stride_out_token, stride_out_head,
@@ -411,15 +411,16 @@ def mla_kernel(
     columns = (tl.arange(0, BLOCK_C),)
 
     seq, block, more = part.seq, part.block, part.low < part.high
-    sequence = load_sequence(kv, cu_seqlens_q, seq)  # which the tiles of the first band do not wait for
-    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+    # Which the queries and the tiles of the first band do not wait for.
+    sequence = load_sequence(kv, cu_seqlens_q, seq, None, one_each)
+    known = Sequence(part.seq_len, part.q_start, part.q_len, part.first_pos)
     while more:  # one band, or those of its units that are in this partition
-        _, q_start, q_len, first_pos = sequence
+        _, q_start, q_len, first_pos = known
         kv_start, kv_stop, first, num_units, _ = span(known, kv, window_left, window_right, U)
         band = block if MULTI_BAND else 0
         low, high, band_unit, planned, is_cut = units_here(part, seq, band, num_units)
         poison = tl.where(is_as_planned(sequence, known) & (planned == num_units), 0.0, float("nan"))
-        num_bands = tl.cdiv(q_len * NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS)
+        num_bands = tl.cdiv(sequence.q_len * NUM_Q_HEADS, BLOCK_M * ROW_BLOCKS)
         next_seq, next_block, more = next_row_block(part, seq, band, num_bands, MULTI_BAND)
         ends_early = (not more) & (COMBINE_LAUNCH | (part.size <= EARLY_EXIT_MAX_TILES))
         first_row = (band * ROW_BLOCKS + row_block) * BLOCK_M
@@ -460,7 +461,8 @@ def mla_kernel(
         if FUNCTION is not None:
             of_rows = FUNCTION(None, rows.q_pos, None, None, None, rows.head, seq * 0, seq, rows.token, extras, None)
         place = Place(rows.head, seq, rows.token, extras, of_rows)
-        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq))  # while tiles are attended to
+        # In flight while tiles are attended to.
+        following = load_sequence(kv, cu_seqlens_q, tl.minimum(next_seq, part.last_seq), None, one_each)
         if FIXED_SPLIT == 0:
             acc, m_i, l_i = empty_parts(BLOCK_M, T)
             for tile in tl.range(start, stop):
@@ -498,6 +500,7 @@ def mla_kernel(
                     split_acc, split_m, split_l = empty_parts(BLOCK_M, T)
         # What the compiler knows of the rows would stay in registers through the loop. So they are computed again.
         first_row = after(page, first_row, PAGE_SIZE % BLOCK_N == 0)
+        _, q_start, q_len, first_pos = sequence
         rows = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
         if PDL:
             if ends_early:

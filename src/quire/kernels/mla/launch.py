@@ -86,11 +86,9 @@ class MLALaunch(PortableLaunch):
     def num_row_blocks(self, num_tokens: int) -> int:
         """Return the bands of a batch of `num_tokens` query tokens, with one spare band for each sequence."""
         request = self.request
-        if not request.has_cu_seqlens:
-            return request.num_seqs
         if request.num_seqs == 0 or num_tokens == 0:
             return 0
-        if not self.multi_block:
+        if not self.multi_block or request.bounds.max_query_len <= 1:
             return request.num_seqs
         return num_tokens * request.spec.num_q_heads // (self.row_blocks * self.config.block_m) + request.num_seqs
 
@@ -126,11 +124,12 @@ class MLALaunch(PortableLaunch):
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> "MLARunner":
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.mla.kernel import mla_kernel
+        from quire.kernels.views import starts_of
 
         assert workspace is not None
         spec = self.request.spec
         numbers = spec.softmax_scale, spec.softcap or 0.0, *spec.window
-        fixed = batch.cu_seqlens_q, self.partials(workspace), *numbers
+        fixed = *starts_of(batch), self.partials(workspace), *numbers
         return MLARunner(self, batch, mla_kernel, fixed)
 
     def __str__(self) -> str:

@@ -202,7 +202,7 @@ def target_of(program, seq, known, work):
         return Target(known.q_start, known.q_len, 0.0)
     else:
         now = load_sequence(program.lengths, program.lengths.cu_seqlens_q, seq)
-        as_planned = work.as_planned & is_as_planned(now, known) & (now.q_start == known.q_start)
+        as_planned = work.as_planned & is_as_planned(now, known)
         return Target(now.q_start, now.q_len, gl.where(as_planned, 0.0, float("nan")))
 
 

@@ -14,12 +14,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.primitives import find_rows
-from quire.kernels.schedule import load_cut
+from quire.kernels.schedule import load_cut, load_queries_of
 from quire.kernels.states import Outputs, combine_at_once, store_result
+
+FEW = tl.constexpr(16)  # partials that are fewer than the most that a program loads together
 
 
 @triton.jit(
-    do_not_specialize=["block_m", "partial_rows", "stride_scale", "stride_lse"],
+    do_not_specialize=["one_each", "block_m", "partial_rows", "stride_scale", "stride_lse"],
 )
 def combine_partials_kernel(
     out_ptr,  # [num_tokens, num_q_heads, HEAD_DIM_V]
@@ -27,14 +29,14 @@ def combine_partials_kernel(
     lse_ptr,  # [num_tokens, num_q_heads] float32, or None
     sinks_ptr,  # [num_q_heads], or None
     v_scale_ptr,  # [num_kv_heads] of a quantised cache, or None
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    cu_seqlens_q, one_each,  # as `load_sequence` takes them
     scratch,  # views.Partials
     block_m, partial_rows,  # rows of a row block, and the most of them that a sequence has
     stride_scale, stride_out_token, stride_out_head, stride_lse,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     STRIDE: tl.constexpr,  # rows from slot to slot, if states of splits are folded; 0 if partials are combined
     COLUMNS: tl.constexpr,  # of a program
-    AHEAD: tl.constexpr,  # states that are loaded together
+    AHEAD: tl.constexpr,  # states that are loaded together, or FEW where there are no more
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
     SLICES: tl.constexpr = BLOCK_DV // COLUMNS
@@ -47,11 +49,10 @@ def combine_partials_kernel(
     of_all = pid // SLICES // partial_rows
     kv_head, index = of_all % NUM_KV_HEADS, of_all // NUM_KV_HEADS
     cut = load_cut(scratch.cuts, index)
-    q_start, q_len = cut.seq, 1
-    if cu_seqlens_q is not None:
-        q_start = tl.load(cu_seqlens_q + cut.seq)
-        q_len = tl.load(cu_seqlens_q + cut.seq + 1) - q_start
-    if (cut.number > 1) & (cut.block * block_m + row < q_len * GROUP):
+    # The queries are in flight while partials are loaded, also of rows that the sequence has not. With numbers that are
+    # not below 0, the branch waits for all of a cut at once.
+    q_start, q_len = load_queries_of(cu_seqlens_q, cut.seq, None, one_each)
+    if (cut.number > 1) & (cut.first >= 0) & (cut.block >= 0):
         if PDL:
             gdc_wait()
         if STRIDE > 0:
@@ -59,10 +60,17 @@ def combine_partials_kernel(
                 scratch, cut.first, cut.first + cut.number, kv_head, row, columns, NUM_KV_HEADS, STRIDE,
                 HEAD_DIM_V, AHEAD,
             )  # fmt: skip
+        elif AHEAD > FEW:
+            if cut.number > FEW:
+                acc, m_i, l_i = combine_slots(
+                    scratch, cut, kv_head, row, columns, block_m, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
+                )
+            else:
+                acc, m_i, l_i = combine_slots(
+                    scratch, cut, kv_head, row, columns, block_m, NUM_KV_HEADS, HEAD_DIM_V, FEW
+                )
         else:
-            acc, m_i, l_i = combine_slots(
-                scratch, cut.first, cut.number, kv_head, row, columns, block_m, NUM_KV_HEADS, HEAD_DIM_V, AHEAD
-            )
+            acc, m_i, l_i = combine_slots(scratch, cut, kv_head, row, columns, block_m, NUM_KV_HEADS, HEAD_DIM_V, AHEAD)
         v_scale = 1.0
         if v_scale_ptr is not None:
             v_scale = tl.load(v_scale_ptr + kv_head.to(tl.int64) * stride_scale)
@@ -74,20 +82,20 @@ def combine_partials_kernel(
 
 @triton.jit
 def combine_slots(
-    scratch, first_slot, num_partials, kv_head, row, columns, block_m,
+    scratch, cut, kv_head, row, columns, block_m,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Return the combined state of a row's partials, whose maximum and sum are scalars.
 
-    The partials, of `block_m` rows each, are in `first_slot` and in every second slot from the next on. AHEAD of them
-    are rescaled to one maximum at a time.
+    The partials, of `block_m` rows each, are in the cut's first slot and in every second slot from the next on. AHEAD
+    of them are rescaled to one maximum at a time.
     """
     acc, m_i, l_i = tl.zeros(columns.shape, tl.float32), float("-inf"), 0.0
     inside = (columns < HEAD_DIM_V)[None, :]
-    for done in tl.range(0, num_partials, AHEAD, num_stages=1):
+    for done in tl.range(0, cut.number, AHEAD, num_stages=1):
         i = done + tl.arange(0, AHEAD)
-        present = i < num_partials
-        slot = first_slot + tl.where(i == 0, 0, 2 * i - 1)
+        present = i < cut.number
+        slot = cut.first + tl.where(i == 0, 0, 2 * i - 1)
         at = (slot.to(tl.int64) * NUM_KV_HEADS + kv_head) * block_m + row
         other_m = tl.load(scratch.m_i + at, mask=present, other=float("-inf"), cache_modifier=".cg")
         other_l = tl.load(scratch.l_i + at, mask=present, other=0.0, cache_modifier=".cg")

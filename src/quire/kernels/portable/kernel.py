@@ -29,6 +29,7 @@ from quire.kernels.primitives import (
     Inputs,
     Keys,
     RowBlock,
+    Rows,
     Scoring,
     Sight,
     Tiling,
@@ -68,7 +69,7 @@ from quire.kernels.states import (
 )
 
 # Numbers of which Triton compiles no kernel for 1, nor for those that 16 divides.
-VARY = "is_found_now", "num_seqs", "num_beside", "stride_table", "stride_lse", "window_left", "window_right"
+VARY = "is_found_now", "one_each", "num_seqs", "num_beside", "stride_table", "stride_lse", "window_left", "window_right"
 
 
 class Form(NamedTuple):
@@ -104,14 +105,16 @@ class Share(NamedTuple):
 
 @triton.jit
 def find_row_block(
-    cu_seqlens_q, num_seqs, index, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
-):
+    cu_seqlens_q, num_seqs, index, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    SEVERAL: tl.constexpr,
+):  # fmt: skip
     """Return the sequence of row block `index` of the batch, from the last one on, and which of the sequence's it is.
 
-    A sequence has `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s
-    is number `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
+    Without SEVERAL, sequences have at most one query, and all as many row blocks. With it, a sequence has
+    `q_len * GROUP` rows. With one spare row block for each sequence, the first row block of sequence s is number
+    `cu_seqlens_q[s] * GROUP // BLOCK_M + s`. This needs no sum over sequences, so a binary search finds it.
     """
-    if cu_seqlens_q is None:
+    if not SEVERAL:
         return index // tl.cdiv(GROUP, BLOCK_M), index % tl.cdiv(GROUP, BLOCK_M)
     else:
         index = tl.num_programs(0) // NUM_KV_HEADS - 1 - index  # the last ones of a causal prompt see the most keys
@@ -127,16 +130,21 @@ def find_row_block(
 
 
 @triton.jit
-def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.constexpr, P: tl.constexpr):
+def attend(inputs, seq, sequence, known, row_block, share, T: tl.constexpr, F: tl.constexpr, P: tl.constexpr):
     """Attend with row block `row_block` of a sequence; or with what a partition has of it, `share`, which else is None.
 
+    Nothing waits for the lengths of now, `sequence`, where a schedule has them: `known`.
+
     Returns:
-        rows: Rows.
+        rows: Rows, of `known`.
         following: Sequence of the next row block, of a partition.
         acc, columns: what the rows have of values, and which columns each panel of it holds.
         m_i, l_i: the rest of the state over the keys that the rows see, or over those of them in the partition.
     """
-    seq_len, q_start, q_len, first_pos = sequence
+    seq_len, q_start, q_len, first_pos = known
+    if not T.PER_ROW_MASK:  # a sequence has one query, as the compiler may know, or neither a query nor keys
+        seq_len, q_start = tl.where(q_len > 0, seq_len, 0), tl.where(q_len > 0, q_start, 0)
+        q_len = 1
     kv, first_row = inputs.kv, row_block * T.BLOCK_M
     rows = find_rows(first_row, q_start, q_len, first_pos, inputs.kv_head, T.GROUP, T.BLOCK_M)
     sight = Sight(None, None, None, None)
@@ -190,8 +198,9 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     if inputs.slopes_ptr is not None:
         slopes = tl.load(inputs.slopes_ptr + rows.head, mask=rows.owned, other=0.0).to(tl.float32)
     if inputs.new is not None:
-        if not F.PARTITIONED or stop * T.BLOCK_N > first_pos:  # this program reads new keys, so it writes them first
-            write_new(inputs, q_start, q_len, T)
+        # This program reads new keys, so it writes them first.
+        if not F.PARTITIONED or stop * T.BLOCK_N > sequence.first_pos:
+            write_new(inputs, sequence.q_start, sequence.q_len, T)
             tl.debug_barrier()
     span, of_rows = None, None
     if T.FUNCTION is not None:
@@ -204,7 +213,8 @@ def attend(inputs, seq, sequence, row_block, share, T: tl.constexpr, F: tl.const
     block = RowBlock(q, rows, sight, slopes, keys, seq, span, of_rows)
     following, poison = sequence, 0.0
     if F.PARTITIONED:
-        following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq)  # in flight while tiles are attended to
+        # In flight while tiles are attended to.
+        following = load_sequence(kv, inputs.cu_seqlens_q, share.next_seq, None, inputs.one_each)
         poison = share.poison
     acc, m_i, l_i = no_keys(poison, T, F)
     tiles = start, stop, full_start, full_stop
@@ -303,6 +313,18 @@ def attend_tiles(
 
 
 @triton.jit
+def rows_of_now(sequence, row_block, kv_head, T: tl.constexpr):
+    """Return the rows of a row block, as they are stored."""
+    _, q_start, q_len, first_pos = sequence
+    if T.PER_ROW_MASK:
+        rows = find_rows(row_block * T.BLOCK_M, q_start, q_len, first_pos, kv_head, T.GROUP, T.BLOCK_M)
+    else:
+        rows = find_rows(row_block * T.BLOCK_M, q_start, 1, first_pos, kv_head, T.GROUP, T.BLOCK_M)
+        rows = Rows(rows.token, rows.head, rows.q_pos, rows.owned & (q_len > 0))
+    return rows
+
+
+@triton.jit
 def attend_partition(
     inputs, outputs, scratch, v_scale, index, part, T: tl.constexpr, F: tl.constexpr, U: tl.constexpr, P: tl.constexpr
 ):
@@ -310,8 +332,9 @@ def attend_partition(
     kv, kv_head, scoring = inputs.kv, inputs.kv_head, inputs.scoring
     TILES: tl.constexpr = U.UNIT // T.BLOCK_N
     seq, block, more = part.seq, part.block, part.low < part.high
-    sequence = load_sequence(kv, inputs.cu_seqlens_q, seq)  # which the tiles of the first row block do not wait for
-    known = Sequence(part.seq_len, sequence.q_start, part.q_len, part.first_pos)
+    # Which the queries and the tiles of the first row block do not wait for.
+    sequence = load_sequence(kv, inputs.cu_seqlens_q, seq, None, inputs.one_each)
+    known = Sequence(part.seq_len, part.q_start, part.q_len, part.first_pos)
     while more:  # one row block, or those of its units that are in this partition
         kv_start, kv_stop, first, num_units, _ = span(known, kv, scoring.window_left, scoring.window_right, U)
         row_block = block if F.MULTI_BLOCK else 0
@@ -329,12 +352,13 @@ def attend_partition(
             kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
             tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
         )  # fmt: skip
-        rows, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, share, T, F, P)
+        _, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, known, row_block, share, T, F, P)
         part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if F.PDL:
             if ends_early:
                 gdc_launch_dependents()
+        rows = rows_of_now(sequence, row_block, kv_head, T)
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, T.HEAD_DIM_V, F.FIXED_SPLIT > 0)
         elif F.COMBINE_LAUNCH:
@@ -367,7 +391,7 @@ def portable_kernel(
     extras,  # of FUNCTION, from `user_mods.passed`, or None
     is_found_now,  # whether the launch before this one finds the schedule, as a number; None without partitions
     kv,  # views.KVLayout
-    cu_seqlens_q,  # [num_seqs + 1] int32, or None where every sequence has one query
+    cu_seqlens_q, one_each,  # as `load_sequence` takes them
     scratch,  # views.Partials, or None without partitions
     scale, softcap, window_left, window_right,
     num_seqs,  # where row blocks are searched for, or None
@@ -439,7 +463,7 @@ def portable_kernel(
     exponent_scale = LOG2E if SCORE_MOD is not None else scale * LOG2E
     scoring = Scoring(scale, exponent_scale, softcap, window_left, window_right)
     inputs = Inputs(
-        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, extras, kv, cu_seqlens_q,
+        q_ptr, stride_q_token, stride_q_head, slopes_ptr, cache, new, norm_rope, extras, kv, cu_seqlens_q, one_each,
         stride_table, kv_head, scoring,
     )  # fmt: skip
     stride_out_token, stride_out_head = in_units(stride_out_token, STRIDE_UNIT), in_units(stride_out_head, STRIDE_UNIT)
@@ -485,15 +509,18 @@ def portable_kernel(
     if not PARTITIONED:
         seq, row_block = index - num_beside if BESIDE else index, 0
         if MULTI_BLOCK:
-            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, NUM_KV_HEADS, GROUP, BLOCK_M)
-        sequence = load_sequence(kv, cu_seqlens_q, seq)
-        if cu_seqlens_q is not None:
-            if row_block * BLOCK_M >= sequence.q_len * GROUP:
+            seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, NUM_KV_HEADS, GROUP, BLOCK_M, PER_ROW_MASK)
+        sequence = load_sequence(kv, cu_seqlens_q, seq, None, one_each)
+        if PER_ROW_MASK:
+            # With the keys, which are not below 0, the branch waits for all lengths at once, not for one after another.
+            if (row_block * BLOCK_M >= sequence.q_len * GROUP) | (sequence.seq_len < 0):
                 return
         if MIN_QUERIES > 0:
             if sequence.q_len < MIN_QUERIES:
                 return
-        rows, _, acc, columns, m_i, l_i = attend(inputs, seq, sequence, row_block, None, T, F, None)
+        rows, _, acc, columns, m_i, l_i = attend(inputs, seq, sequence, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
+        if not PER_ROW_MASK:
+            rows = Rows(rows.token, rows.head, rows.q_pos, rows.owned & (sequence.q_len > 0))
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)

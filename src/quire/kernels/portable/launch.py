@@ -58,7 +58,7 @@ class PortableLaunch(Launch):
     decode: "PortableLaunch | None" = field(default=None, kw_only=True)
     fallback: "PortableLaunch | None" = field(default=None, kw_only=True)
     kernel: ClassVar[str] = "portable"  # in `compile_keys`
-    ALIKE: ClassVar[tuple[int, ...]] = (4, 16, 64)  # partials at once
+    ALIKE: ClassVar[tuple[int, ...]] = (4, 64)  # partials at once
 
     @property
     def name(self) -> str:
@@ -90,6 +90,13 @@ class PortableLaunch(Launch):
         """Rows of a partial: those of the longest sequence, rounded up to a power of two to have fewer kernels."""
         bounds = self.request.bounds
         return min(self.config.block_m, power_of_two(max(1, bounds.max_query_len) * self.request.spec.group_size))
+
+    @property
+    def combined_rows(self) -> int:
+        """Rows of a row block that the second launch combines: those of the longest sequence."""
+        if self.fixed_split_size:
+            return self.partial_rows * self.lanes // self.request.spec.num_kv_heads
+        return min(self.config.block_m, self.request.rows_per_seq)
 
     @property
     def serves_any_rows(self) -> bool:
@@ -135,13 +142,12 @@ class PortableLaunch(Launch):
         To fold, a thread takes four where states have many rows, and one where there are fewer elements than threads.
         """
         if not self.fixed_split_size:
-            at_once = self.partials_at_once  # of which a warp holds 1,024 numbers, or 2,048 where there are many
-            return min(128 if at_once <= 8 else 64 if at_once <= 32 else 32, self.config.block_dv)
+            return min(128 if self.partials_at_once <= 4 else 32, self.config.block_dv)
         return min(32 if self.partial_rows < 16 else 128, self.config.block_dv)
 
     def num_combine_programs(self, num_tokens: int) -> int:
         """Return the programs of the second launch, for a batch of `num_tokens` query tokens."""
-        rows = self.num_row_blocks(num_tokens) * self.lanes * self.partial_rows
+        rows = self.num_row_blocks(num_tokens) * self.request.spec.num_kv_heads * self.combined_rows
         return rows * (self.config.block_dv // self.combine_columns)
 
     def combine_constexprs(self) -> dict[str, Any]:
@@ -187,13 +193,13 @@ class PortableLaunch(Launch):
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         request = self.request
-        absent = request.has_cu_seqlens, request.has_intervals, request.has_tree  # arguments that may be None
+        absent = request.has_intervals, request.has_tree  # arguments that may be None
         keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
         if (parts := self.partitioned) is not None:
             unit = parts.fixed_split_size or parts.config.block_n
             keys.add(key_of("schedule", *absent, parts.has_combine_launch, unit, **parts.schedule_constexprs()))
         if self.has_combine_launch:
-            keys.add(key_of("combine_partials", request.has_cu_seqlens, **self.combine_constexprs()))
+            keys.add(key_of("combine_partials", **self.combine_constexprs()))
         return frozenset(keys)
 
     def with_most_partitions(self) -> "PortableLaunch":
@@ -256,10 +262,10 @@ class PortableLaunch(Launch):
     def num_row_blocks(self, num_tokens: int) -> int:
         """Return the row blocks of a batch of `num_tokens` query tokens, with one spare row block for each sequence."""
         request, block_m = self.request, self.config.block_m
-        if not request.has_cu_seqlens:
-            return request.num_seqs * cdiv(request.spec.group_size, block_m)
         if request.num_seqs == 0 or num_tokens == 0:
             return 0
+        if request.bounds.max_query_len <= 1:
+            return request.num_seqs * cdiv(request.spec.group_size, block_m)
         if not self.multi_block:
             return request.num_seqs
         return num_tokens * request.spec.group_size // block_m + request.num_seqs
@@ -388,6 +394,7 @@ class PortableLaunch(Launch):
     def bind(self, batch: Batch, workspace: torch.Tensor | None) -> Runner:
         """Return the runner for a batch, with partials in a workspace of `scratch_size` bytes."""
         from quire.kernels.portable.kernel import portable_kernel
+        from quire.kernels.views import starts_of
 
         spec, partials, decode = self.request.spec, None, self.decode
         if self.partitioned is not None:
@@ -396,7 +403,7 @@ class PortableLaunch(Launch):
         num_seqs = batch.num_seqs if self.multi_block and not self.num_partitions else None
         num_beside = None if decode is None else decode.num_partitions
         numbers = spec.softmax_scale, spec.softcap or 0.0, *self.window, num_seqs, num_beside
-        return PortableRunner(self, batch, portable_kernel, (batch.cu_seqlens_q, partials, *numbers), workspace)
+        return PortableRunner(self, batch, portable_kernel, (*starts_of(batch), partials, *numbers), workspace)
 
     def describe_config(self) -> str:
         """Describe the configuration."""
@@ -405,12 +412,7 @@ class PortableLaunch(Launch):
         loops = ", full-tile loop" if self.full_tile_loop else ""
         rows = ", several row blocks a sequence" if self.multi_block else ""
         seen = "" if self.request.per_token is None else f", {self.request.per_token}"
-        if not self.request.has_cu_seqlens:
-            queries = "one query each"
-        elif self.request.bounds.max_query_len <= 1:
-            queries = "at most one query each"
-        else:
-            queries = "any number of queries"
+        queries = "at most one query each" if self.request.bounds.max_query_len <= 1 else "any number of queries"
         return (
             f"{config.block_m} rows × {config.block_n} keys, {config.num_warps} warps, {config.num_stages} stages"
             f"{loops}{hints}, {queries}{rows}{seen}"

@@ -28,7 +28,7 @@ class KernelRunner:
         launch: the decision.
         batch: the sequences.
         kernel: the jit function.
-        fixed: its arguments between the cache and the strides: `cu_seqlens_q`, scratch and numbers.
+        fixed: its arguments between the cache and the strides: `cu_seqlens_q`, `one_each`, scratch and numbers.
     """
 
     def __init__(self, launch: "PortableLaunch", batch: Batch, kernel: Any, fixed: tuple[Any, ...]) -> None:
@@ -76,9 +76,9 @@ class KernelRunner:
         """Let both launches read the schedule where it is now."""
         self.placed = scheduler.tensors
         assert scheduler.tensors is not None
-        starts, scratch, *numbers = self.fixed
+        starts, one_each, scratch, *numbers = self.fixed
         parts, cuts = scheduler.tensors
-        self.fixed = starts, scratch._replace(parts=parts, cuts=cuts), *numbers
+        self.fixed = starts, one_each, scratch._replace(parts=parts, cuts=cuts), *numbers
         self.kernel.compiled.clear()  # whose arguments have the former place
         if self.combine is not None:
             self.combine.compiled.clear()
@@ -98,8 +98,8 @@ class KernelRunner:
         decided = self.decided
         out = views.output_tensor(out, decided.request.device.native_fp8)
         strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
-        rows = decided.rows_of_partition[1], decided.partial_rows * decided.lanes // decided.request.spec.num_kv_heads
-        fixed = *self.fixed[:2], *rows, cache.scale_strides[2], *strides
+        rows = decided.rows_of_partition[1], decided.combined_rows
+        fixed = *self.fixed[:3], *rows, cache.scale_strides[2], *strides
         return Arguments((out, out_scale, lse, sinks, v_scale), fixed, decided.combine_constexprs())
 
 
