@@ -35,8 +35,8 @@ A schedule is found on the device, from the lengths, by a small kernel. It runs 
 
 Lengths may change while a schedule is in use. Which row blocks and which partials a program has follows from its record
 alone, so every program writes what others wait for. The result of a sequence is NaN if it is the first of a partition
-and has other lengths than then, or if it is cut and has another number of units. Other sequences are served with their
-lengths of now. Of an order, all results are NaN if any length is another one.
+and has other lengths than then or its queries are elsewhere, or if it is cut and has another number of units. Other
+sequences are served with their lengths of now. Of an order, all results are NaN if any length is another one.
 """
 
 from typing import Any, NamedTuple

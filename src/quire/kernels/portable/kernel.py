@@ -133,10 +133,10 @@ def find_row_block(
 def attend(inputs, seq, sequence, known, row_block, share, T: tl.constexpr, F: tl.constexpr, P: tl.constexpr):
     """Attend with row block `row_block` of a sequence; or with what a partition has of it, `share`, which else is None.
 
-    Nothing waits for the lengths of now, `sequence`, where a schedule has them: `known`.
+    Until results are stored, nothing waits for the lengths of now, `sequence`, where a schedule has them: `known`.
 
     Returns:
-        rows: Rows, of `known`.
+        rows: Rows, by the lengths of now.
         following: Sequence of the next row block, of a partition.
         acc, columns: what the rows have of values, and which columns each panel of it holds.
         m_i, l_i: the rest of the state over the keys that the rows see, or over those of them in the partition.
@@ -239,7 +239,18 @@ def attend(inputs, seq, sequence, known, row_block, share, T: tl.constexpr, F: t
     if F.SUMS > 1 and F.FIXED_SPLIT == 0:
         l_i = tl.sum(l_i, 1)
     acc, columns = join_pairs(acc, T.HEAD_DIM_V, each_of(T.FORMAT, T.PACKED_FP8, False), T.BLOCK_M, T.MOST)
-    return rows, following, acc, columns, m_i, l_i
+    return rows_of_now(sequence, row_block, inputs.kv_head, T), following, acc, columns, m_i, l_i
+
+
+@triton.jit
+def rows_of_now(sequence, row_block, kv_head, T: tl.constexpr):
+    """Return the rows of a row block. None is owned by a sequence without queries."""
+    _, q_start, q_len, first_pos = sequence
+    if T.PER_ROW_MASK:
+        return find_rows(row_block * T.BLOCK_M, q_start, q_len, first_pos, kv_head, T.GROUP, T.BLOCK_M)
+    else:
+        rows = find_rows(row_block * T.BLOCK_M, q_start, 1, first_pos, kv_head, T.GROUP, T.BLOCK_M)
+        return Rows(rows.token, rows.head, rows.q_pos, rows.owned & (q_len > 0))
 
 
 @triton.jit
@@ -313,18 +324,6 @@ def attend_tiles(
 
 
 @triton.jit
-def rows_of_now(sequence, row_block, kv_head, T: tl.constexpr):
-    """Return the rows of a row block, as they are stored."""
-    _, q_start, q_len, first_pos = sequence
-    if T.PER_ROW_MASK:
-        rows = find_rows(row_block * T.BLOCK_M, q_start, q_len, first_pos, kv_head, T.GROUP, T.BLOCK_M)
-    else:
-        rows = find_rows(row_block * T.BLOCK_M, q_start, 1, first_pos, kv_head, T.GROUP, T.BLOCK_M)
-        rows = Rows(rows.token, rows.head, rows.q_pos, rows.owned & (q_len > 0))
-    return rows
-
-
-@triton.jit
 def attend_partition(
     inputs, outputs, scratch, v_scale, index, part, T: tl.constexpr, F: tl.constexpr, U: tl.constexpr, P: tl.constexpr
 ):
@@ -352,13 +351,12 @@ def attend_partition(
             kv_start, kv_stop, (first + start) * TILES, stop_tile, tl.where(as_planned, 0.0, float("nan")),
             tl.minimum(next_seq, part.last_seq), scratch, start == 0, block_unit - first,
         )  # fmt: skip
-        _, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, known, row_block, share, T, F, P)
+        rows, following, acc, columns, m_i, l_i = attend(inputs, seq, sequence, known, row_block, share, T, F, P)
         part = load_part(scratch.parts, index)  # read again, and so in no register while tiles are loaded
         start, stop, block_unit, planned, is_cut = units_here(part, seq, row_block, num_units)
         if F.PDL:
             if ends_early:
                 gdc_launch_dependents()
-        rows = rows_of_now(sequence, row_block, kv_head, T)
         if not is_cut:
             store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, T.HEAD_DIM_V, F.FIXED_SPLIT > 0)
         elif F.COMBINE_LAUNCH:
@@ -521,6 +519,4 @@ def portable_kernel(
         rows, _, acc, columns, m_i, l_i = attend(inputs, seq, sequence, sequence, row_block, None, T, F, None)
         if PDL:
             gdc_launch_dependents()
-        if not PER_ROW_MASK:
-            rows = Rows(rows.token, rows.head, rows.q_pos, rows.owned & (sequence.q_len > 0))
         store_result(outputs, acc, m_i, l_i, v_scale, rows, columns, HEAD_DIM_V, FIXED_SPLIT > 0)
