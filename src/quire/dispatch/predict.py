@@ -2,7 +2,8 @@
 
 A program attends to items one after the other: row blocks, or parts of their keys. An item takes some time to begin,
 and some for each tile of keys. There are as many programs at once as the device holds. They take no less than tensor
-cores take to multiply. Loads are in flight meanwhile: of both, the longer counts most. Partials are combined later.
+cores take to multiply, nor than TMA takes to bring tiles. Memory is read meanwhile: of both times, the longer counts
+most. Partials are combined later.
 
 The numbers of a variant are fitted by `quire tune fit` to what `quire tune sweep` measured.
 """
@@ -25,6 +26,7 @@ class Work(NamedTuple):
     nbytes: float  # visible keys and values once, queries and outputs
     partials: float = 0.0  # of the row block that has the most
     partial_bytes: float = 0.0  # written, and read again
+    loads: float = 0.0  # µs that an SM takes for the loads of a tile at least
 
 
 class Numbers(NamedTuple):
@@ -48,7 +50,7 @@ def times(numbers: Numbers, factors: Numbers) -> Numbers:
 def micros(work: Work, numbers: Numbers) -> float:
     """Return the µs that a launch is predicted to take."""
     launch, item, tile, sm_tile, megabyte, combine, partial, partial_megabyte = numbers
-    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes = work
+    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes, loads = work
     if programs <= 0:
         return launch
     rounds, share, mean = programs / slots, programs / sms, tiles / programs
@@ -57,7 +59,7 @@ def micros(work: Work, numbers: Numbers) -> float:
     equal = min(1.0, mean / longest) if longest else 0.0
     rounds, share = (number + (math.ceil(number) - number) * equal for number in (rounds, share))
     path = max(longest * tile, rounds * mean * tile) + max(1.0, rounds) * items / programs * item
-    products, memory = share * mean * sm_tile, nbytes * megabyte / 1048576
+    products, memory = share * mean * max(sm_tile, loads), nbytes * megabyte / 1048576
     power = POWER if slots > sms else POWER_ALONE  # one program waits for bytes before it multiplies
     time = launch + (max(path, products) ** power + memory**power) ** (1 / power)
     if partials:

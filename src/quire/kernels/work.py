@@ -20,6 +20,9 @@ MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 57
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).
 LEAST_KEYS, MAX_SPLITS = 512, 8
+# Rows of a box that TMA brings into an SM in a µs, at most; and rows that begin at every other multiple of 16 bytes. Of
+# 300 ragged batches of 28 layers in all variants (NVIDIA H200, 2026-11-30).
+ROWS, ODD_ROWS = 500.0, 360.0
 
 
 def lens_of(request: Request) -> Lens:
@@ -206,21 +209,30 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
     for queries, keys, count in lens:
         blocks, of_seq, most = tiles_of_sequence(spec.window, queries, keys, config.block_t, config.block_n)
         items, tiles, longest = items + blocks * count, tiles + of_seq * count, max(longest, most)
-    sms = request.device.num_sms
+    sms, loads = request.device.num_sms, micros_of_loads(launch)
     slots, nbytes = sms * config.programs_per_sm, bytes_of(spec, lens)
     items, tiles = items * parts, tiles * parts
     if (splits := launch.num_splits) > 1:
         rows = sum(q * count for q, _, count in lens) * spec.num_q_heads * splits
-        partial_bytes = 4 * rows * (spec.head_dim_v + 1)
-        return Work(slots, sms, items * splits, items * splits, tiles, longest / splits, nbytes, splits, partial_bytes)
+        partial_bytes, items = 4 * rows * (spec.head_dim_v + 1), items * splits
+        return Work(slots, sms, items, items, tiles, longest / splits, nbytes, splits, partial_bytes, loads)
     if not launch.cut_slots:
-        return Work(slots, sms, items, items, tiles, longest, nbytes)
+        return Work(slots, sms, items, items, tiles, longest, nbytes, loads=loads)
     items, longest, most_splits, used = splits_of_cuts(launch, lens, max(1, int(tiles / slots)), parts)
     items *= parts
     if most_splits == 1:
-        return Work(slots, sms, items, items, tiles, longest, nbytes)
+        return Work(slots, sms, items, items, tiles, longest, nbytes, loads=loads)
     partial_bytes = 4 * 64 * config.num_warpgroups * used * (launch.part_width + 2)
-    return Work(slots, sms, items, items, tiles, longest, nbytes, most_splits, partial_bytes)
+    return Work(slots, sms, items, items, tiles, longest, nbytes, most_splits, partial_bytes, loads)
+
+
+def micros_of_loads(launch: HopperLaunch) -> float:
+    """Return the µs that TMA takes at least to bring a tile of keys and values into an SM."""
+    spec, found = launch.request.spec, 0.0
+    for columns in (spec.head_dim, launch.part_width):
+        nbytes = columns * spec.kv_dtype.itemsize  # of a row, which comes in boxes of up to 128 bytes
+        found += cdiv(nbytes, 128) / (ODD_ROWS if nbytes % 32 else ROWS)
+    return launch.config.block_n * found
 
 
 def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> tuple[int, float, int, int]:

@@ -250,7 +250,8 @@ def rows_of_now(sequence, row_block, kv_head, T: tl.constexpr):
         return find_rows(row_block * T.BLOCK_M, q_start, q_len, first_pos, kv_head, T.GROUP, T.BLOCK_M)
     else:
         rows = find_rows(row_block * T.BLOCK_M, q_start, 1, first_pos, kv_head, T.GROUP, T.BLOCK_M)
-        return Rows(rows.token, rows.head, rows.q_pos, rows.owned & (q_len > 0))
+        # The interpreter of Triton 3.9 makes no mask of a vector and a number.
+        return Rows(rows.token, rows.head, rows.q_pos, rows.owned & (q_len + 0 * rows.head > 0))
 
 
 @triton.jit
