@@ -124,7 +124,7 @@ class Batch:
             dimension, or, with `cu_pages`, the rows of all sequences concatenated: [num_entries].
         seq_lens: [num_seqs] int32, keys per sequence, the step's new tokens included.
         cu_seqlens_q: [num_seqs + 1] int32, cumulative query counts, starting at 0. Left out, every sequence has exactly
-            one query, and token `s` is sequence `s`'s; for pure decode this is faster.
+            one query, and token `s` is sequence `s`'s; for pure decode this is a little faster.
         cu_pages: [num_seqs + 1] or [num_seqs] int32, where each sequence's pages begin in a flat `page_table`.
         query_offsets: [num_seqs] int32, position of each sequence's first query among its keys;
             `seq_lens - query_lens` when not given.
