@@ -52,7 +52,10 @@ def combine_partials_kernel(
     # The queries are in flight while partials are loaded, also of rows that the sequence has not. With numbers that are
     # not below 0, the branch waits for all of a cut at once.
     q_start, q_len = load_queries_of(cu_seqlens_q, cut.seq, None, one_each)
-    if (cut.number > 1) & (cut.first >= 0) & (cut.block >= 0):
+    is_cut = (cut.number > 1) & (cut.first >= 0) & (cut.block >= 0)
+    if STRIDE > 0:  # a proof follows each state that is read back to where it was written
+        is_cut = is_cut & (cut.block * block_m + row < q_len * GROUP)
+    if is_cut:
         if PDL:
             gdc_wait()
         if STRIDE > 0:
