@@ -237,8 +237,8 @@ def load_sequence(lengths, cu_seqlens_q, seq, mask=None, one_each=None):
 def load_queries_of(cu_seqlens_q, seq, mask=None, one_each=None):
     """Return which is a sequence's first query token of the batch, and how many it has.
 
-    Every sequence has one if `cu_seqlens_q` is None. It also has if the number `one_each` is not 0: then nothing is
-    read, and a kernel is compiled once for both kinds of batches.
+    Every sequence has one if `cu_seqlens_q` is None, or if the number `one_each` is not 0; then nothing is read.
+    Because it is a number, one compiled kernel serves both kinds of batches. No caller gives a mask with it.
     """
     if cu_seqlens_q is None:
         return seq, seq * 0 + 1

@@ -17,7 +17,7 @@ from quire.kernels.primitives import find_rows
 from quire.kernels.schedule import load_cut, load_queries_of
 from quire.kernels.states import Outputs, combine_at_once, store_result
 
-FEW = tl.constexpr(16)  # partials that are fewer than the most that a program loads together
+FEW = tl.constexpr(16)  # partials of a row, up to which a program makes room for no more
 
 
 @triton.jit(
@@ -36,7 +36,7 @@ def combine_partials_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     STRIDE: tl.constexpr,  # rows from slot to slot, if states of splits are folded; 0 if partials are combined
     COLUMNS: tl.constexpr,  # of a program
-    AHEAD: tl.constexpr,  # states that are loaded together, or FEW where there are no more
+    AHEAD: tl.constexpr,  # states that are loaded together; FEW, if it is less and a row has no more
     PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
     SLICES: tl.constexpr = BLOCK_DV // COLUMNS

@@ -511,8 +511,7 @@ def portable_kernel(
             seq, row_block = find_row_block(cu_seqlens_q, num_seqs, index, NUM_KV_HEADS, GROUP, BLOCK_M, PER_ROW_MASK)
         sequence = load_sequence(kv, cu_seqlens_q, seq, None, one_each)
         if PER_ROW_MASK:
-            # With the keys, which are not below 0, the branch waits for all lengths at once, not for one after another.
-            if (row_block * BLOCK_M >= sequence.q_len * GROUP) | (sequence.seq_len < 0):
+            if row_block * BLOCK_M >= sequence.q_len * GROUP:
                 return
         if MIN_QUERIES > 0:
             if sequence.q_len < MIN_QUERIES:
