@@ -638,6 +638,7 @@ def latent_partition_size(total, longest, count, num_partitions, combine_cost, s
         sequence_cost: time to begin a sequence, in tiles, where sequences differ.
     """
     shortest = tl.maximum((tl.sqrt(total.to(tl.float32) * combine_cost) + 0.5).to(tl.int32), 1)
+    shortest = tl.minimum(shortest, tl.maximum(longest, 1))  # a whole sequence has no partial
     all_equal = longest * count == total
     overhead = tl.where(all_equal, 0, sequence_cost)
     total += overhead * count

@@ -2,10 +2,11 @@
 
 Tensor cores multiply the latents as they are stored. There are three warpgroups.
 
-* One computes the scores, queries times keys, and their softmax. It rounds queries and probabilities to fp8.
+* One computes the scores, queries times keys, and their softmax. It rounds probabilities to fp8.
 * Two multiply the probabilities with the values. Each owns half of the values' columns. These are the rows of its
   products, and (token, query head) pairs the columns, as in `few_rows_fp8.py`. So the values are the operand that comes
-  from registers, where they are transposed on their way from shared memory.
+  from registers, where they are transposed on their way from shared memory. Before a sequence's tiles they have
+  registers for its queries: each loads half of the columns, and rounds them to fp8.
 
 What goes from the first to the others is in shared memory: the probabilities of a tile, and the factor by which the
 output of each row shrinks since its maximum has grown.
@@ -33,10 +34,12 @@ from quire.kernels.gluon.pipeline import make_barrier, make_barriers, wait
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.latents import make_latents
+from quire.kernels.mla_hopper.many_rows import load_queries
 from quire.kernels.mla_hopper.memory import HALF, PANEL, QUARTER, ROPE, ROWS, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, target_of, work_of
 from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_rows
 
+PEAK = gl.constexpr(7)  # exponent of the largest number of a row of queries in fp8
 LIFT = gl.constexpr(8.0)  # probabilities are scaled by 2^8, so that small ones keep their bits
 TILES = gl.constexpr(5)  # in shared memory
 HANDED = gl.constexpr(2)  # tiles whose probabilities shared memory holds
@@ -49,11 +52,15 @@ class Fp8Products(NamedTuple):
 
     q: Any  # [4, ROWS, QUARTER]: quarters of the queries
     q_rope: Any  # [1, ROWS, ROPE]
+    peak: Any  # [2, ROWS]: absolute maxima of the queries, over the columns that each of two warpgroups loads
     latents: Any  # Latents in fp8
     p: Any  # [HANDED, ROWS, TILE]: probabilities, whose keys are permuted by `permute_for_fp8_operand`
     alpha: Any  # [HANDED, ROWS]: factor of the output of the tiles before
     maximum: Any  # [1, ROWS]: of the sequence
     total: Any  # [1, ROWS]: sum of exponentials of the sequence
+    peak_full: Any  # both warpgroups have stored their `peak`
+    q_full: Any  # both warpgroups have stored their half of the queries
+    q_empty: Any  # the queries and `peak` have been used
     p_full: Any  # HANDED barriers: probabilities and factor are stored
     p_empty: Any  # HANDED: both warpgroups have multiplied them
     total_full: Any  # maximum and sum are stored
@@ -68,11 +75,15 @@ def allocate_products(stored: gl.constexpr, GATHERED: gl.constexpr):
     return Fp8Products(
         gl.allocate_shared_memory(stored, [4, ROWS, QUARTER], gl.NVMMASharedLayout(128, 8, 2)),
         gl.allocate_shared_memory(stored, [1, ROWS, ROPE], NARROW),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         make_latents(stored, 4 * TILES, 1, GATHERED),
         gl.allocate_shared_memory(stored, [HANDED, ROWS, TILE], NARROW),
         gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
+        make_barrier(2),
+        make_barrier(2),
+        make_barrier(1),
         make_barriers(HANDED, 1),
         make_barriers(HANDED, 2),
         make_barrier(1),
@@ -89,10 +100,9 @@ def score(s, program):
     seq, known, first = first_sequence(program, program.row_block)
     tile, works = 0, 0
     while seq <= program.part.last_seq:
-        zero = seq >> 30
-        peak = peak_of_queries(program, known, zero)
         work = work_of(program, seq, known, first, program.row_block)
-        scale = softmax_scale * store_queries(s, program, known, zero, peak)
+        wait(s.q_full, works)
+        scale = softmax_scale * scale_of_scores(s)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, OF_SCORES))
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, OF_SCORES))
         pos = work.tile * TILE
@@ -103,6 +113,7 @@ def score(s, program):
             scores = warpgroup_mma_wait(0, deps=[ahead])
             tile += 1
             pos += TILE
+        mbarrier.arrive(s.q_empty, count=1)
         m_i, l_i = hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale)
         tile += 1
         wait(s.total_empty, works + 1)
@@ -114,61 +125,10 @@ def score(s, program):
 
 
 @gluon.jit
-def find_queries(program, known, zero):
-    """Return pointers to the first panel of a row block of queries and to its rope columns, and which rows exist.
-
-    With a `zero` of which the compiler does not know that it is 0, it computes them here and keeps none.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    NUM_HEADS: gl.constexpr = program.config.NUM_HEADS
-    queries = program.queries
-    rows = program.row_block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    token, head = rows // NUM_HEADS, (rows % NUM_HEADS).to(gl.int64)
-    owned = ((token < known.q_len) & (known.q_start + token < queries.num_tokens))[:, None]
-    token = (known.q_start + zero + token).to(gl.int64)
-    cols = gl.arange(0, PANEL, gl.SliceLayout(0, LAYOUT))[None, :]
-    nope = queries.nope + token * queries.stride_nope_token + head * queries.stride_nope_head
-    rope = queries.rope + token * queries.stride_rope_token + head * queries.stride_rope_head
-    return nope[:, None] + cols, rope[:, None] + cols, owned
-
-
-@gluon.jit
-def peak_of_queries(program, known, zero):
-    """Return the absolute maximum of each row of queries. The compiler does not know that `zero` is 0."""
-    nope, rope, owned = find_queries(program, known, 0)
-    peak = gl.max(gl.abs(gl.load(rope, mask=owned, other=0.0).to(gl.float32)), 1)
-    # Loops whose bounds the compiler does not know: four panels are in flight, for more there are no registers.
-    for half in range(zero, zero + 2):
-        panels = ()
-        for i in gl.static_range(HALF // PANEL):
-            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
-        peak = gl.maximum(peak, peaks(panels))
-    return peak
-
-
-@gluon.jit
-def store_queries(s, program, known, zero, peak):
-    """Load the queries again, which registers have no room to keep, and store them to shared memory in fp8.
-
-    Each row is scaled by a power of two, so that its absolute maximum is in [2^7, 2^8).
-
-    Returns:
-        The inverse scale of each row.
-    """
-    nope, rope, owned = find_queries(program, known, zero)
-    factor, inverse = scale_of_rows(peak, 7)
-    rope_columns = gl.load(rope, mask=owned, other=0.0)
-    s.q_rope.index(0).store(to_fp8(rope_columns.to(gl.float32) * factor[:, None]))
-    for half in range(zero, zero + 2):
-        panels = ()
-        for i in gl.static_range(HALF // PANEL):
-            panels = panels + (gl.load(nope + (half * HALF + i * PANEL), mask=owned, other=0.0),)
-        for i in gl.static_range(HALF // PANEL):
-            quarter = s.q.index(2 * half + i * PANEL // QUARTER)
-            panel = to_fp8(panels[i].to(gl.float32) * factor[:, None])
-            quarter.slice(i * PANEL % QUARTER, PANEL, 1).store(panel)
-    fence_async_shared()
-    return gl.convert_layout(inverse, gl.SliceLayout(1, OF_SCORES))
+def scale_of_scores(s):
+    """Return the inverse of each row's scale in `store_queries`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, OF_SCORES)
+    return scale_of_rows(gl.maximum(s.peak.index(0).load(LAYOUT), s.peak.index(1).load(LAYOUT)), PEAK)[1]
 
 
 @gluon.jit
@@ -212,8 +172,11 @@ def sum_values(SIDE: gl.constexpr, s, program):
     seq, known, first = first_sequence(program, row_block)
     tile, works = 0, 0
     while seq <= program.part.last_seq:
+        # As in `many_rows.py`: the compiler cannot know that this is 0, so it keeps no addresses in registers.
+        panels = load_queries(SIDE, program, known, row_block + (seq >> 30))
         work = work_of(program, seq, known, first, row_block)
         target = target_of(program, seq, known, work)
+        store_queries(SIDE, s, panels, works)
         acc = ()
         for _ in gl.static_range(4):
             acc = acc + (gl.zeros([QUARTER // 2, ROWS], gl.float32, OF_OUT),)
@@ -241,6 +204,29 @@ def sum_values(SIDE: gl.constexpr, s, program):
                 store_partial(program, slot.to(gl.int64), results, 2 * SIDE + i, m_i, l_i)
         works += 1
         seq, known, first = next_sequence(program, seq, row_block)
+
+
+@gluon.jit
+def store_queries(SIDE: gl.constexpr, s, panels, works):
+    """Store half of a row block of queries to shared memory in fp8; SIDE 0 also the rope columns.
+
+    Each row is scaled by a power of two, so that its absolute maximum is in [2^PEAK, 2^(PEAK + 1)).
+    """
+    wait(s.q_empty, works + 1)
+    peak = peaks(panels)
+    s.peak.index(SIDE).store(peak)
+    mbarrier.arrive(s.peak_full, count=1)
+    wait(s.peak_full, works)
+    factor, _ = scale_of_rows(gl.maximum(peak, s.peak.index(1 - SIDE).load(peak.type.layout)), PEAK)
+    for i in gl.static_range(len(panels)):
+        panel = to_fp8(panels[i].to(gl.float32) * factor[:, None])
+        if i < HALF // PANEL:
+            quarter = s.q.index(2 * SIDE + i * PANEL // QUARTER)
+            quarter.slice(i * PANEL % QUARTER, PANEL, 1).store(panel)
+        else:
+            s.q_rope.index(0).store(panel)
+    fence_async_shared()
+    mbarrier.arrive(s.q_full, count=1)
 
 
 @gluon.jit
