@@ -7,7 +7,6 @@ at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`mla_hopper/ga
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
@@ -58,9 +57,10 @@ def chosen_hopper_kernel(
     if COLUMNS < ROWS:  # a token has one
         row_block = index * 0
         s = allocate_few(NUMBER, COLUMNS, True, True, RECORDS)
+        s.make_ready()
     else:
-        s = allocate(NUMBER, RECORDS, True, True)
-    fence_async_shared()
+        s = allocate(NUMBER, RECORDS, True)
+        s.make_ready(True)
     gdc_wait()
     gdc_launch_dependents()
     items = num_tokens
@@ -88,15 +88,15 @@ def chosen_hopper_kernel(
             gl.warp_specialize(
                 [
                     (consume_few, (s, program)),
-                    (convert_latents, (EVEN, s.latents, STORED, program)),
-                    (convert_latents, (ODD, s.latents, STORED, program)),
-                    (gather_latents, (s.latents, rows, program)),
+                    (convert_latents, (EVEN, s, STORED, program)),
+                    (convert_latents, (ODD, s, STORED, program)),
+                    (gather_latents, (s, rows, program)),
                 ],
                 [4, 4, WARPS], [88, 88, 88],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [(consume_few, (s, program)), (gather_latents, (s.latents, rows, program))], [WARPS], [96]
+                [(consume_few, (s, program)), (gather_latents, (s, rows, program))], [WARPS], [96]
             )  # fmt: skip
     elif RECORDS:
         gl.warp_specialize(

@@ -7,6 +7,11 @@ stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
 
 The tiles of some pipelines are copied row by row (`gather.py`). Then `full` completes when the copies of every thread
 of the producer have arrived, and there are no spare barriers.
+
+The producer warp makes all barriers of a program ready, and the other warps wait for that (`ready`). To make one ready
+takes four warps some 60 ns, since Triton 3.6 lets them wait for each other after each, and one warp less (NVIDIA H200,
+2026-11-30). Where an SM has room, it is done while the launch before this one ends. Where the producer has four warps,
+because rows are copied, all of it is done before warps are specialised: by them, it hung.
 """
 
 from typing import Any
@@ -15,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.gluon.addresses import address_of
 from quire.kernels.gluon.compat import aggregate, reinterpret, tma_load
@@ -42,6 +48,13 @@ class SmemPipeline:
     COLUMNS: gl.constexpr  # of a tile
     BYTES: gl.constexpr  # of a tile
     COPIED: gl.constexpr  # whether its rows are copied one by one
+    RELEASES: gl.constexpr  # arrivals after which a tile is free
+
+    @gluon.jit
+    def make_ready(self):
+        """Make the barriers ready."""
+        make_ready(self.full, THREADS if self.COPIED else 1)
+        make_ready(self.empty, self.RELEASES)
 
     @gluon.jit
     def buffers(self, stage):
@@ -139,9 +152,9 @@ class SmemPipeline:
 @gluon.jit
 def make_pipeline(
     element: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr,
-    COPYING_WARPS: gl.constexpr = 0, ADDRESSED: gl.constexpr = False, IN_A_ROW: gl.constexpr = False,
+    COPIED: gl.constexpr = False, ADDRESSED: gl.constexpr = False, IN_A_ROW: gl.constexpr = False,
 ):  # fmt: skip
-    """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied by COPYING_WARPS if any.
+    """Allocate a pipeline whose tiles are free after RELEASES arrivals, and copied row by row if COPIED.
 
     There is one arrival of each warpgroup (`release`), or one of each thread (`release_operand`).
     ADDRESSED: addresses are known. Shared memory must be marked. IN_A_ROW: a tile's panels are next to each other.
@@ -160,13 +173,10 @@ def make_pipeline(
         addresses = (address_of(tiles.index(0)),)
         for i in gl.static_range(len(more)):
             addresses = addresses + (address_of(more[i].index(0)),)
-    if COPYING_WARPS > 0:
-        full = make_barriers(STAGES, 32 * COPYING_WARPS)
-    else:
-        full = make_barriers(STAGES + SPARES, 1)
-    empty = make_barriers(STAGES, RELEASES)
+    full = allocate_barriers(STAGES if COPIED else STAGES + SPARES)
+    empty = allocate_barriers(STAGES)
     return SmemPipeline(
-        tiles, more, full, empty, addresses, STAGES, STAGES, COLUMNS, ROWS * COLUMNS * BITS // 8, COPYING_WARPS > 0
+        tiles, more, full, empty, addresses, STAGES, STAGES, COLUMNS, ROWS * COLUMNS * BITS // 8, COPIED, RELEASES
     )
 
 
@@ -207,20 +217,61 @@ def pieces_of(width, least):
 
 
 @gluon.jit
-def make_barrier(ARRIVALS: gl.constexpr):
-    """Allocate a barrier that completes after ARRIVALS arrivals."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, ARRIVALS)
-    return barrier
+def allocate_barriers(NUMBER: gl.constexpr):
+    """Allocate NUMBER barriers."""
+    return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
-def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate NUMBER barriers that complete after ARRIVALS arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+def allocate_barrier():
+    """Allocate a barrier."""
+    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def make_ready(barriers, ARRIVALS: gl.constexpr):
+    """Let each of some barriers complete after ARRIVALS arrivals."""
+    NUMBER: gl.constexpr = barriers.shape[0]
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), ARRIVALS)
-    return barriers
+
+
+@gluon.jit
+def make_each_ready(barriers, ARRIVALS: gl.constexpr):
+    """Do what `make_ready` does, for a tuple of barriers that have been allocated one by one."""
+    for i in gl.static_range(len(barriers)):
+        mbarrier.init(barriers[i], ARRIVALS)
+
+
+@gluon.jit
+def allocate_ready():
+    """Allocate the barrier for which all but the producer wait, and make it ready."""
+    ready = allocate_barrier()
+    mbarrier.init(ready, 1)
+    return ready
+
+
+@gluon.jit
+def tell_ready(ready):
+    """Let the warps go on that `wait_ready`, and wait for the launches before this one."""
+    fence_async_shared()  # TMA, which uses the async proxy, arrives at barriers
+    mbarrier.arrive(ready, count=1)
+    gdc_wait()
+
+
+@gluon.jit
+def make_all_ready(pipelines, ready):
+    """Make the barriers of pipelines ready, and tell it."""
+    for i in gl.static_range(len(pipelines)):
+        pipelines[i].make_ready()
+    tell_ready(ready)
+
+
+@gluon.jit
+def wait_ready(ready):
+    """Wait until the producer has made the barriers of a program ready, and for the launches before this one."""
+    wait(ready, 0)
+    gdc_wait()
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ of a row block are cut, `partials.py` does.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.gluon.pipeline import pieces_of
+from quire.kernels.gluon.pipeline import pieces_of, wait_ready
 from quire.kernels.hopper.attend import attend_work_tile, attend_work_tile_in_fp8, attend_work_tile_in_splits
 from quire.kernels.hopper.capped import attend_capped_work_tile
 from quire.kernels.hopper.config import rows_of_warpgroup
@@ -38,6 +38,7 @@ def consume(WG: gl.constexpr, memory, planned, scoring, outputs, config):
     own = rows_of_warpgroup(WG, memory, config)
     work_i = 0
     tile_i = 0
+    wait_ready(memory.ready)
     stage = memory.q.wait(work_i)
     work = read_work_tile(memory.published, stage, own.FIRST_TOKEN)
     while work.q_len > 0:

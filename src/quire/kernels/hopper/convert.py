@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.gluon.fp8 import permute_for_fp8_operand, scale_of_rows, split_column_pairs, to_fp8
+from quire.kernels.gluon.pipeline import wait_ready
 from quire.kernels.hopper.work_tile import ROWS, read_range, read_work_tile, visible_keys
 
 ELEMENTS_PER_THREAD = gl.constexpr(32)  # that are converted at once
@@ -31,6 +32,7 @@ def convert(stored, memory, batch, config):
     FP8_MMA: gl.constexpr = memory.k.tiles.dtype == stored.k.tiles.dtype
     work_i = 0
     tile_i = 0
+    wait_ready(memory.ready)
     stage = memory.q.wait(work_i)
     work = read_work_tile(memory.published, stage)
     while work.q_len > 0:

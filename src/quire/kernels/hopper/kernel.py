@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.gluon.pipeline import make_all_ready
 from quire.kernels.hopper.config import Config, releases_early, releases_of_warpgroup
 from quire.kernels.hopper.consumer import consume
 from quire.kernels.hopper.convert import convert
@@ -121,6 +122,15 @@ def hopper_kernel(
         releases_early(Q_STAGES, FP8_MMA, FIXED_SPLIT, INTERVALS, out_scale_ptr is not None, HEAD_DIM), FUNCTION, RUNS,
     )  # fmt: skip
     memory = allocate(q_desc.dtype, NUMBER, config)
+    pipelines = memory.q, memory.k, memory.v
+    stored = memory
+    if QUANTISED_STAGES > 0:
+        stored = allocate_stored(memory, STORED, config)
+        pipelines = pipelines + (stored.v,)
+        if not FP8_MMA:
+            pipelines = pipelines + (stored.k,)
+    if KV_BOX == 0:
+        make_all_ready(pipelines, memory.ready)
     scoring = Scoring(
         scale, k_scale_ptr, softcap, window_left, window_right, slopes_ptr, kv.key_begin, kv.key_end, extras
     )  # fmt: skip
@@ -133,38 +143,35 @@ def hopper_kernel(
     batch = Batch(kv, places, summary, window_left, window_right)
     planned = Planned(planned, seq_lens, cu_seqlens_q, query_offsets, num_seqs)
     division = Division(tile_counter, num_splits, section, stride_table, last_part, outputs.lse_ptr, stride_lse)
+    fence_async_shared()  # after the marks of `addresses.py`
     # The lists after the functions: warps and registers of all but the first.
     PRODUCER_WARPS: gl.constexpr = GATHER_WARPS if KV_BOX == 0 else 1
     if WARPGROUPS == 1:
-        fence_async_shared()
         gl.warp_specialize(
             [
                 (consume, (0, memory, planned, scoring, outputs, config)),
-                (produce, (memory, sources, batch, division, config)),
+                (produce, (memory, pipelines, sources, batch, division, config)),
             ],
             [PRODUCER_WARPS],
             registers_of_one(KV_BOX == 0),
         )
     elif QUANTISED_STAGES == 0:
-        fence_async_shared()
         gl.warp_specialize(
             [
                 (consume, (0, memory, planned, scoring, outputs, config)),
                 (consume, (1, memory, planned, scoring, outputs, config)),
-                (produce, (memory, sources, batch, division, config)),
+                (produce, (memory, pipelines, sources, batch, division, config)),
             ],
             [4, PRODUCER_WARPS],
             registers_of_two(KV_BOX == 0, INTERVALS or FIXED_SPLIT == 0, HEAD_DIM_V),
         )
     else:
-        stored = allocate_stored(memory, STORED, config)
-        fence_async_shared()
         gl.warp_specialize(
             [
                 (consume, (0, memory, planned, scoring, outputs, config)),
                 (consume, (1, memory, planned, scoring, outputs, config)),
                 (convert, (stored, memory, batch, config)),
-                (produce, (stored, sources, batch, division, config)),
+                (produce, (stored, pipelines, sources, batch, division, config)),
             ],
             [4, 4, PRODUCER_WARPS],
             registers_of_three(KV_BOX == 0, FP8_MMA, INTERVALS, CUT_SLOTS > 0 and HEAD_DIM_V <= 192),

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from quire.kernels.gluon.compat import aggregate, reinterpret
-from quire.kernels.gluon.pipeline import SPARES, SWIZZLE_BYTES, expect_bytes, load_rows, wait_at
+from quire.kernels.gluon.pipeline import SPARES, SWIZZLE_BYTES, expect_bytes, load_rows, make_all_ready, wait_at
 from quire.kernels.hopper.gather import begin_tile, load_places
 from quire.kernels.hopper.queue import first_work_tile, last_number, make_queue, take, taken_work_tile
 from quire.kernels.hopper.tile_scheduler import address_of, find_work_tile, load_row_block, place_of_work_tile
@@ -67,8 +67,10 @@ def zeros_before(columns, first):
 
 
 @gluon.jit
-def produce(memory, sources, batch, division, config):
+def produce(memory, pipelines, sources, batch, division, config):
     """Take work tiles until there are none left, and load their queries, keys and values. The producer runs this.
+
+    First it makes the barriers of the pipelines ready, if it is one warp.
 
     Tiles of a quantised cache go to pipelines of raw bytes, from which `convert` reads.
     The KV tiles of a work tile are loaded from the last to the first, or with FIXED_SPLIT from the first to the last.
@@ -91,6 +93,8 @@ def produce(memory, sources, batch, division, config):
     THREADS: gl.constexpr = 32 * gl.num_warps()
     ONE_EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ZEROS: gl.constexpr = zeros_before(config.HEAD_DIM, GATHERS or CONVERTED or config.FIXED_SPLIT > 0)
+    if not GATHERS:
+        make_all_ready(pipelines, memory.ready)
     kv = batch.kv
     work_i = 0
     tile_i = 0

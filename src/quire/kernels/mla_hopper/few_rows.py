@@ -9,7 +9,7 @@ Queries are small here, so there is room for at least two and a half tiles, whos
 (`latents.py`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.gluon.compat import aggregate
+from quire.kernels.gluon.pipeline import allocate_ready, tell_ready, wait_ready
 from quire.kernels.mla_hopper.columns import (
     apply_mask,
     load_queries,
@@ -34,13 +36,21 @@ from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 
-class FewShared(NamedTuple):
+@aggregate
+class FewShared:
     """Shared memory."""
 
     q: Any  # [4, COLUMNS, QUARTER]: quarters of the queries
     q_rope: Any  # [1, COLUMNS, ROPE]
     p: Any  # [1, TILE, COLUMNS]: probabilities; of records, 4 of them, with the scales of the quarters
     latents: Any  # Latents
+    ready: Any  # the barriers are ready
+
+    @gluon.jit
+    def make_ready(self):
+        """Make all barriers ready."""
+        self.latents.make_ready()
+        tell_ready(self.ready)
 
 
 @gluon.constexpr_function
@@ -65,12 +75,14 @@ def allocate_few(
             element, [4 if CONVERTED else 1, TILE, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2)
         ),
         make_latents(element, stages_of(COLUMNS, CONVERTED), 1, GATHERED, LISTS, CONVERTED),
+        allocate_ready(),
     )
 
 
 @gluon.jit
 def consume_few(s, program):
     """Attend to every tile of the partition and write the results. The consumer warpgroup runs this."""
+    wait_ready(s.ready)
     last_seq = program.part.last_seq
     seq, known, first = first_sequence(program, program.row_block)
     n = 0

@@ -9,7 +9,7 @@ So there are two: the even warpgroup attends to tiles 0, 2, 4 and so on of a seq
 5. At the end of the sequence each hands half of its output to the other, merges the other half and writes it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.gluon.compat import aggregate
 from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
-from quire.kernels.gluon.pipeline import make_barrier, wait
+from quire.kernels.gluon.pipeline import allocate_barrier, allocate_ready, make_each_ready, tell_ready, wait, wait_ready
 from quire.kernels.mla_hopper.columns import (
     apply_mask,
     load_queries,
@@ -37,7 +38,8 @@ from quire.kernels.mla_hopper.program import first_sequence, next_sequence, slot
 from quire.kernels.mla_hopper.softmax import finite, zero_invisible_rows
 
 
-class Fp8Shared(NamedTuple):
+@aggregate
+class Fp8Shared:
     """Shared memory and its barriers."""
 
     q: Any  # [8, COLUMNS, QUARTER / 2]: two operands for each quarter of the queries
@@ -53,6 +55,14 @@ class Fp8Shared(NamedTuple):
     q_empty: Any  # both warpgroups have multiplied the queries
     output_full: Any  # both warpgroups have stored their output, maximum and total
     output_empty: Any  # both warpgroups have read the other's
+    ready: Any  # the other barriers are ready
+
+    @gluon.jit
+    def make_ready(self):
+        """Make all barriers ready."""
+        self.latents.make_ready()
+        make_each_ready((self.peak_full, self.q_full, self.q_empty, self.output_full, self.output_empty), 2)
+        tell_ready(self.ready)
 
 
 @gluon.jit
@@ -68,17 +78,19 @@ def allocate_fp8(stored: gl.constexpr, COLUMNS: gl.constexpr, GATHERED: gl.const
         gl.allocate_shared_memory(gl.float32, [8, QUARTER // 2, COLUMNS], gl.NVMMASharedLayout(4 * COLUMNS, 32, 2)),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, COLUMNS], FLAT),
-        make_barrier(2),
-        make_barrier(2),
-        make_barrier(2),
-        make_barrier(2),
-        make_barrier(2),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_ready(),
     )
 
 
 @gluon.jit
 def consume_fp8(PARITY: gl.constexpr, s, program):
     """Attend to every other tile of the partition and write half of the results. Both warpgroups run this."""
+    wait_ready(s.ready)
     if program.scale_ptr is None:
         latent_scale = 1.0
     else:

@@ -19,10 +19,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.chosen.kernel import find_sequence
 from quire.kernels.gluon.compat import copy_async
-from quire.kernels.gluon.pipeline import wait, wait_at
+from quire.kernels.gluon.pipeline import wait, wait_at, wait_ready
 from quire.kernels.mla_hopper.lists import hand_over_flags
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, TILE, scales_of
 from quire.kernels.mla_hopper.producer import raw_tile
@@ -147,6 +148,7 @@ def as_copied(stage, source):
 @gluon.jit
 def gather_many(s, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
+    gdc_wait()
     item, known, first = first_sequence(program, program.row_block)
     uses, odd_uses = 0, 0
     while item <= program.part.last_seq:
@@ -189,10 +191,11 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
 
 
 @gluon.jit
-def gather_latents(latents, rows, program):
+def gather_latents(s, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
-    quarters = latents.quarters
+    gdc_wait()
+    latents, quarters = s.latents, s.latents.quarters
     item, known, first = first_sequence(program, program.row_block)
     n = 0
     while item <= program.part.last_seq:
@@ -226,6 +229,7 @@ def gather_latents(latents, rows, program):
 @gluon.jit
 def convert_many(s, element: gl.constexpr, program):
     """Convert the records of every tile of the program's items. One warpgroup runs this."""
+    wait_ready(s.ready)
     item, known, first = first_sequence(program, program.row_block)
     uses, odd_uses = 0, 0
     while item <= program.part.last_seq:
@@ -253,9 +257,10 @@ def convert_tile(PARITY: gl.constexpr, s, element: gl.constexpr, use):
 
 
 @gluon.jit
-def convert_latents(PART: gl.constexpr, latents, element: gl.constexpr, program):
+def convert_latents(PART: gl.constexpr, s, element: gl.constexpr, program):
     """Convert every other quarter of every tile of the program's items. Two warpgroups run this."""
-    quarters = latents.quarters
+    wait_ready(s.ready)
+    latents, quarters = s.latents, s.latents.quarters
     item, known, first = first_sequence(program, 0)
     n = 0
     while item <= program.part.last_seq:

@@ -15,7 +15,6 @@ A latent is read once: its first columns are key and value, its rope columns are
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
@@ -58,14 +57,16 @@ def mla_hopper_kernel(
     if FP8_MMA:
         s = allocate_products(NUMBER, GATHERED)
     elif COLUMNS == ROWS:
-        s = allocate(gl.float16 if FROM_FP8 else NUMBER, FROM_FP8, GATHERED)
+        s = allocate(gl.float16 if FROM_FP8 else NUMBER, FROM_FP8)
     elif FROM_FP8:
         s = allocate_fp8(NUMBER, COLUMNS, GATHERED)
     else:
         s = allocate_few(NUMBER, COLUMNS, GATHERED)
-    fence_async_shared()
-    gdc_wait()
-    gdc_launch_dependents()
+    if GATHERED and COLUMNS == ROWS and not FP8_MMA:
+        s.make_ready(True)
+    elif GATHERED:
+        s.make_ready()
+    gdc_launch_dependents()  # all warps wait for the launches before this one themselves
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
     queries = Queries(
         q_nope_ptr, q_rope_ptr, num_tokens, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head
@@ -89,13 +90,13 @@ def mla_hopper_kernel(
                 [
                     (consume_fp8, (EVEN, s, program)),
                     (consume_fp8, (ODD, s, program)),
-                    (load_few, (s.latents, latents, program)),
+                    (load_few, (s, latents, program)),
                 ],
                 [4, LOADERS], [232, 40],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [(consume_few, (s, program)), (load_few, (s.latents, latents, program))],
+                [(consume_few, (s, program)), (load_few, (s, latents, program))],
                 [LOADERS], [96 if GATHERED else 40],
             )  # fmt: skip
     elif FP8_MMA:
@@ -104,7 +105,7 @@ def mla_hopper_kernel(
                 (sum_values, (EVEN, s, program)),
                 (sum_values, (ODD, s, program)),
                 (score, (s, program)),
-                (load_few, (s.latents, latents, program)),
+                (load_few, (s, latents, program)),
             ],
             [4, 4, LOADERS], [184 if GATHERED else 192, 88 if GATHERED else 96, 56 if GATHERED else 32],
         )  # fmt: skip
@@ -130,12 +131,13 @@ def mla_hopper_kernel(
 
 
 @gluon.jit
-def load_few(latents, source, program):
+def load_few(s, source, program):
     """Load the latents of every tile of the partition. The producer runs this; `source` is Rows or Source."""
     if program.config.BOX == 0:
-        gather_latents(latents, source, program)
+        gather_latents(s, source, program)
     else:
-        produce_latents(latents, source, program)
+        s.make_ready()
+        produce_latents(s, source, program)
 
 
 @gluon.jit
@@ -144,4 +146,5 @@ def load_many(s, source, program):
     if program.config.BOX == 0:
         gather_many(s, source, program)
     else:
+        s.make_ready(False)
         produce(s, source, program)

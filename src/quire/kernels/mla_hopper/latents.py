@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from quire.kernels.gluon.compat import aggregate, tma_load
-from quire.kernels.gluon.pipeline import THREADS, SmemPipeline, make_barriers
+from quire.kernels.gluon.pipeline import THREADS, SmemPipeline, allocate_barriers, make_ready
 from quire.kernels.mla_hopper.memory import HALF, QUARTER, ROPE, TILE, make_scales, make_seen
 from quire.kernels.mla_hopper.producer import load_first_pages, load_pages, produce_next, row_of
 from quire.kernels.mla_hopper.program import first_sequence, work_of
@@ -30,6 +30,15 @@ class Latents:
     seen: Any  # chosen keys: 1: lists.Seen, with a place for each tile
     raw_full: Any  # records: 1: a barrier for each stage: the quarter has arrived
     scales: Any  # records: 1: [tiles, SCALES, TILE]
+
+    @gluon.jit
+    def make_ready(self):
+        """Make the barriers ready."""
+        self.quarters.make_ready()
+        if len(self.seen) > 0:
+            make_ready(self.seen[0].full, 1)
+        if len(self.raw_full) > 0:
+            make_ready(self.raw_full[0], THREADS)
 
     @gluon.jit
     def place_of(self, i):
@@ -62,21 +71,21 @@ def make_latents(
     TILES: gl.constexpr = (STAGES + 3) // 4  # so a tile's rope columns outlive its last quarter
     FULLS: gl.constexpr = STAGES if STAGES // 4 % CONSUMERS == 0 else STAGES * CONSUMERS
     COPIED: gl.constexpr = GATHERED and not CONVERTED
-    full, empty = make_barriers(FULLS, THREADS if COPIED else 1), make_barriers(STAGES, 1)
+    full, empty = allocate_barriers(FULLS), allocate_barriers(STAGES)
     seen, raw_full, scales = (), (), ()
     if LISTS:
         seen = (make_seen(TILES),)
     if CONVERTED:
-        raw_full, scales = (make_barriers(STAGES, THREADS),), (make_scales(TILES),)
+        raw_full, scales = (allocate_barriers(STAGES),), (make_scales(TILES),)
     tiles = gl.allocate_shared_memory(element, [STAGES, TILE, QUARTER], LAYOUT)
     rope = gl.allocate_shared_memory(element, [TILES, TILE, ROPE], OF_ROPE)
     BYTES: gl.constexpr = TILE * QUARTER * BITS // 8
-    quarters = SmemPipeline(tiles, (), full, empty, (), STAGES, FULLS, QUARTER, BYTES, COPIED)
+    quarters = SmemPipeline(tiles, (), full, empty, (), STAGES, FULLS, QUARTER, BYTES, COPIED, 1)
     return Latents(quarters, rope, seen, raw_full, scales)
 
 
 @gluon.jit
-def produce_latents(latents, source, program):
+def produce_latents(s, source, program):
     """Load the latents of every tile of the partition. The producer warp runs this."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
@@ -101,7 +110,7 @@ def produce_latents(latents, source, program):
             pos += TILE
             pages = load_pages(row, pos + lane * BOX, stop, PAGE_SIZE)
             for i in gl.static_range(4):
-                load_quarter(latents, source, rows, i, n + i, BOX)
+                load_quarter(s.latents, source, rows, i, n + i, BOX)
             n += 4
         seq, known, first, pages = produce_next(source, program, seq, lane, row_block)
 

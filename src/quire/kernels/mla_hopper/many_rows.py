@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.kernels.gluon.compat import reinterpret
 from quire.kernels.gluon.fp8 import peaks, scale_of_rows, scale_panels
-from quire.kernels.gluon.pipeline import wait
+from quire.kernels.gluon.pipeline import wait, wait_ready
 from quire.kernels.gluon.softmax import lse_of_rows
 from quire.kernels.mla_hopper.lists import without_unseen
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROWS, TILE
@@ -34,6 +34,7 @@ from quire.kernels.mla_hopper.softmax import apply_mask, finite, zero_invisible_
 @gluon.jit
 def consume_many(PARITY: gl.constexpr, s, program):
     """Attend to every tile of the partition and write the results. Each consumer warpgroup runs this."""
+    wait_ready(s.ready)
     row_block = program.row_block
     scale_ptr, softmax_scale = program.scale_ptr, program.softmax_scale
     if scale_ptr is not None:

@@ -12,7 +12,7 @@ What goes from the first to the others is in shared memory: the probabilities of
 output of each row shrinks since its maximum has grown.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quire.kernels.gluon.compat import aggregate
 from quire.kernels.gluon.fp8 import (
     peaks,
     permute_for_fp8_operand,
@@ -30,7 +31,16 @@ from quire.kernels.gluon.fp8 import (
     split_column_pairs,
     to_fp8,
 )
-from quire.kernels.gluon.pipeline import make_barrier, make_barriers, wait
+from quire.kernels.gluon.pipeline import (
+    allocate_barrier,
+    allocate_barriers,
+    allocate_ready,
+    make_each_ready,
+    make_ready,
+    tell_ready,
+    wait,
+    wait_ready,
+)
 from quire.kernels.mla_hopper.columns import scale_columns, store_partial, store_result
 from quire.kernels.mla_hopper.fp8_operands import column_pairs, merge_columns
 from quire.kernels.mla_hopper.latents import make_latents
@@ -47,7 +57,8 @@ OF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.val
 OF_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS.value, 32]))  # [columns, rows]
 
 
-class Fp8Products(NamedTuple):
+@aggregate
+class Fp8Products:
     """Shared memory and its barriers."""
 
     q: Any  # [4, ROWS, QUARTER]: quarters of the queries
@@ -65,6 +76,17 @@ class Fp8Products(NamedTuple):
     p_empty: Any  # HANDED: both warpgroups have multiplied them
     total_full: Any  # maximum and sum are stored
     total_empty: Any  # both warpgroups have read them
+    ready: Any  # the other barriers are ready
+
+    @gluon.jit
+    def make_ready(self):
+        """Make all barriers ready."""
+        self.latents.make_ready()
+        make_ready(self.p_full, 1)
+        make_ready(self.p_empty, 2)
+        make_each_ready((self.q_empty, self.total_full), 1)
+        make_each_ready((self.peak_full, self.q_full, self.total_empty), 2)
+        tell_ready(self.ready)
 
 
 @gluon.jit
@@ -81,19 +103,21 @@ def allocate_products(stored: gl.constexpr, GATHERED: gl.constexpr):
         gl.allocate_shared_memory(gl.float32, [HANDED, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [1, ROWS], FLAT),
-        make_barrier(2),
-        make_barrier(2),
-        make_barrier(1),
-        make_barriers(HANDED, 1),
-        make_barriers(HANDED, 2),
-        make_barrier(1),
-        make_barrier(2),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_barriers(HANDED),
+        allocate_barriers(HANDED),
+        allocate_barrier(),
+        allocate_barrier(),
+        allocate_ready(),
     )
 
 
 @gluon.jit
 def score(s, program):
     """Compute the probabilities of every tile of the partition. One warpgroup runs this."""
+    wait_ready(s.ready)
     softmax_scale = program.softmax_scale
     if program.scale_ptr is not None:
         softmax_scale *= gl.load(program.scale_ptr)
@@ -168,6 +192,7 @@ def hand_over(s, program, work, scores, m_i, l_i, tile, pos, scale):
 @gluon.jit
 def sum_values(SIDE: gl.constexpr, s, program):
     """Multiply probabilities with half of the columns of every tile, and write the results. Two warpgroups run this."""
+    wait_ready(s.ready)
     row_block = program.row_block
     seq, known, first = first_sequence(program, row_block)
     tile, works = 0, 0

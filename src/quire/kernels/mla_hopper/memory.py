@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quire.kernels.gluon.compat import reinterpret
-from quire.kernels.gluon.pipeline import THREADS, make_barrier, make_barriers
+from quire.kernels.gluon.compat import aggregate, reinterpret
+from quire.kernels.gluon.pipeline import (
+    THREADS,
+    allocate_barrier,
+    allocate_barriers,
+    allocate_ready,
+    make_each_ready,
+    make_ready,
+    tell_ready,
+)
 from quire.kernels.mla_hopper import launch
 
 ROWS, TILE = gl.constexpr(launch.ROWS), gl.constexpr(launch.TILE)
@@ -24,7 +32,8 @@ EVEN, ODD = gl.constexpr(0), gl.constexpr(1)
 ORDER = gl.constexpr(((0, 1, 2, 3), (2, 0, 3, 1)))
 
 
-class Shared(NamedTuple):
+@aggregate
+class Shared:
     """Shared memory and its barriers. The even warpgroup owns quarters 0 and 1 of the columns, the odd one 2 and 3."""
 
     q: Any  # [4, ROWS, QUARTER]: quarters of the queries
@@ -43,6 +52,22 @@ class Shared(NamedTuple):
     peak_full: Any  # fp8 latents with one scale: 1: both warpgroups have stored the absolute maxima of their queries
     seen: Any  # chosen keys: 1: Seen of the even and of the odd tile
     scales: Any  # records: 1: [2, SCALES, TILE] of the even and of the odd tile
+    ready: Any  # the other barriers are ready
+
+    @gluon.jit
+    def make_ready(self, GATHERED: gl.constexpr):
+        """Make all barriers ready. GATHERED: rows are copied one by one."""
+        LOADED: gl.constexpr = THREADS if GATHERED else 1  # arrivals of what is loaded
+        if len(self.raw_full) > 0:
+            make_each_ready(self.raw_full, LOADED)
+            make_each_ready(self.full, 1)
+        else:
+            make_each_ready(self.full, LOADED)
+        make_each_ready(self.empty + self.p_full, 1)
+        make_each_ready((self.q_full, self.q_empty, self.total_full) + self.peak_full, 2)
+        if len(self.seen) > 0:
+            make_ready(self.seen[0].full, 1)
+        tell_ready(self.ready)
 
 
 class Seen(NamedTuple):
@@ -53,24 +78,20 @@ class Seen(NamedTuple):
 
 
 @gluon.jit
-def allocate(
-    element: gl.constexpr, FROM_FP8: gl.constexpr, GATHERED: gl.constexpr = False, LISTS: gl.constexpr = False
-):
+def allocate(element: gl.constexpr, FROM_FP8: gl.constexpr, LISTS: gl.constexpr = False):
     """Allocate shared memory for operands of type `element`.
 
-    FROM_FP8: for latents that are converted. GATHERED: rows are copied one by one. LISTS: of chosen keys, of which fp8
-    latents have records.
+    FROM_FP8: for latents that are converted. LISTS: of chosen keys, of which fp8 latents have records.
     """
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LOADED: gl.constexpr = THREADS if GATHERED else 1  # arrivals of what is loaded
     raw_full, peak_full, seen, scales = (), (), (), ()
     if FROM_FP8:
-        raw_full = one_by_one(8, LOADED)
+        raw_full = one_by_one(8)
         if LISTS:
             scales = (make_scales(2),)
         else:
-            peak_full = (make_barrier(2),)
+            peak_full = (allocate_barrier(),)
     if LISTS:
         seen = (make_seen(2),)
     return Shared(
@@ -80,25 +101,26 @@ def allocate(
         gl.allocate_shared_memory(element, [2, TILE, ROPE], WIDE),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        one_by_one(8, 1 if FROM_FP8 else LOADED),
-        one_by_one(8, 1),
-        make_barrier(2),
-        make_barrier(2),
-        one_by_one(2, 1),
-        make_barrier(2),
+        one_by_one(8),
+        one_by_one(8),
+        allocate_barrier(),
+        allocate_barrier(),
+        one_by_one(2),
+        allocate_barrier(),
         raw_full,
         peak_full,
         seen,
         scales,
+        allocate_ready(),
     )  # fmt: skip
 
 
 @gluon.jit
-def one_by_one(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate barriers that complete after ARRIVALS arrivals. Each has its own place, which the compiler knows."""
+def one_by_one(NUMBER: gl.constexpr):
+    """Allocate barriers of which each has its own place, which the compiler knows."""
     barriers = ()
     for _ in gl.static_range(NUMBER):
-        barriers = barriers + (make_barrier(ARRIVALS),)
+        barriers = barriers + (allocate_barrier(),)
     return barriers
 
 
@@ -106,7 +128,7 @@ def one_by_one(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 def make_seen(PLACES: gl.constexpr):
     """Allocate flags of PLACES tiles."""
     flags = gl.allocate_shared_memory(gl.int32, [PLACES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Seen(flags, make_barriers(PLACES, 1))
+    return Seen(flags, allocate_barriers(PLACES))
 
 
 @gluon.jit

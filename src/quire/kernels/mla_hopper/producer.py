@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quire.kernels.gluon.compat import reinterpret, tma_load
-from quire.kernels.gluon.pipeline import wait
+from quire.kernels.gluon.pipeline import wait, wait_ready
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, PANEL, QUARTER, ROPE, TILE
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
 
@@ -161,6 +161,7 @@ def raw_tile(stage, element: gl.constexpr):
 @gluon.jit
 def convert(s, source, program):
     """Convert the latents of every tile of the partition. One warpgroup runs this."""
+    wait_ready(s.ready)
     row_block = program.row_block
     seq, known, first = first_sequence(program, row_block)
     uses, odd_uses = 0, 0
