@@ -267,23 +267,34 @@ def splits_of_cuts(launch: HopperLaunch, lens: Lens, share: int, parts: int) -> 
 
 
 def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
-    """Return the work of the kernel for latents on Hopper GPUs: programs of a row block share the tiles."""
-    request, spec = launch.request, launch.request.spec
-    tiles, blocks, longest, num_seqs = 0.0, launch.row_blocks, 0.0, 0
-    for _, keys, count in lens:
-        of_seq = cdiv(keys, TILE)
-        tiles, longest, num_seqs = tiles + of_seq * count, max(longest, of_seq), num_seqs + count
-    sms, parts = request.device.num_sms, launch.num_partitions
-    share = max(1.0, tiles / parts)
-    programs = max(1.0, min(parts, tiles))  # sequences may have no keys
-    partials = longest / share
-    rows = 2 * blocks * programs * launch.partial_rows if partials > 1 else 0
-    partial_bytes = rows * 4 * (spec.kv_lora_rank + 2)
-    begun = max(1.0, (num_seqs + programs) / programs - 1)
-    programs, nbytes = blocks * programs, bytes_of(spec, lens)
+    """Return the work of the kernel for latents on Hopper GPUs: programs of a row block share the tiles.
+
+    The sizes are those of `schedule.latent_partition_size`.
+    """
+    request, spec, parts = launch.request, launch.request.spec, launch.num_partitions
+    each = [(max(1, cdiv(keys, TILE)), count) for _, keys, count in lens]
+    tiles, count, longest = sum(t * n for t, n in each), sum(n for _, n in each), max(t for t, _ in each)
+    blocks = sum(max(1, cdiv(q * spec.num_q_heads, launch.columns)) * n for q, _, n in lens) / count
+    shortest = min(max(1, int(math.sqrt(tiles * launch.combine_cost) + 0.5)), longest)
+    if all_equal := longest * count == tiles:
+        size = max(cdiv(tiles, parts), shortest)
+        even = cdiv(longest, longest // size) if size < longest else cdiv(size, longest) * longest
+        size = even if even <= size + 1 else size
+        programs = cdiv(tiles, size)
+        begun: float = programs + count - cdiv(count, size // math.gcd(size, longest))
+    else:
+        places = tiles + launch.sequence_cost * count
+        size = max(cdiv(places, parts), shortest)
+        programs = cdiv(places, size)
+        begun = count + (programs - 1) * tiles / places
+    cuts = begun - count  # ends of partitions inside of sequences
+    partials = longest / size if longest > size else 2.0 if cuts > 0.5 else 0.0
+    rows = 2 * blocks * cuts * launch.partial_rows if partials else 0.0
+    most = min(size, tiles) if all_equal else min(size, max(longest, tiles / programs))
+    sms, nbytes = request.device.num_sms, bytes_of(spec, lens)
     return Work(
-        sms, sms, programs, programs * begun, tiles * blocks, share, nbytes, partials if partials > 1 else 0,
-        partial_bytes,
+        sms, sms, blocks * programs, blocks * begun, tiles * blocks, most, nbytes, partials,
+        rows * 4 * (spec.kv_lora_rank + 2),
     )  # fmt: skip
 
 
