@@ -449,11 +449,15 @@ def test_products_over_latents_are_in_fp8_only_if_that_is_allowed_and_there_are_
     spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype, allow_fp8=allow_fp8)
     request = Request(spec, 8, queries > 1, Bounds(queries, 4096, 8 * queries), PROPERTIES)
     found, _ = choose.variants(request, Options())
-    blocks = {"mla_hopper"} if num_q_heads * queries <= 32 else {"mla_hopper narrow", "mla_hopper wide"}
-    assert {name for name in found if name.startswith("mla_hopper")} == blocks | ({"mla_hopper fp8"} if may else set())
-    assert all(found[name].constexprs()["FP8_MMA"] is False for name in blocks)
-    if may:
-        assert found["mla_hopper fp8"].constexprs()["FP8_MMA"] and "products in fp8" in str(found["mla_hopper fp8"])
+    blocks = [""] if num_q_heads * queries <= 32 else [" narrow", " wide"]
+    for how in ("cut", "whole"):
+        names = {f"mla_hopper{rows} {how}" for rows in blocks}
+        every = {name for name in found if name.startswith("mla_hopper") and name.endswith(how)}
+        assert every == names | ({f"mla_hopper fp8 {how}"} if may else set())
+        assert all(found[name].constexprs()["FP8_MMA"] is False for name in names)
+        if may:
+            launch = found[f"mla_hopper fp8 {how}"]
+            assert launch.constexprs()["FP8_MMA"] and "products in fp8" in str(launch)
     assert decide(request, Options(batch_invariant=True))[0].name == "mla"
 
 

@@ -1102,7 +1102,7 @@ def test_a_tile_of_latents_is_loaded_once_and_ahead(target, batch):
 )
 def test_the_mla_kernel_for_hopper_gpus_does_not_spill(num_q_heads, kv_dtype, blocks, take):
     """Consumers hold 64 registers of the output for 16 heads, otherwise 128: of 255, or of 208 for wide fp8 blocks."""
-    take(blocks)
+    take(blocks, "cut")
     spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype)
     launch = Launch(spec, 8, 1, 4096, 8)
     plan, compiled = launch.compile(TARGETS["sm90"])

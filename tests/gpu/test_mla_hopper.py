@@ -23,6 +23,12 @@ LONG = 1 << 17  # keys; products in fp8 are for plans whose bounds are many tile
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
 
 
+@pytest.fixture(autouse=True)
+def cut(take):
+    """Let plans take variants that cut sequences, which have a second launch; tests may ask for others."""
+    take("cut")
+
+
 def mla(num_q_heads=16, **fields):
     return quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=192**-0.5, **fields)
 
@@ -47,6 +53,14 @@ def assert_right(spec, lens, **problem):
 @pytest.mark.parametrize(*each_pair(num_q_heads=[1, 16, 40, 64, 128], causal=[True, False], dtype=DTYPES), ids=str)
 def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
+
+
+@pytest.mark.parametrize(("num_q_heads", "fields"), KINDS, ids=str)
+@pytest.mark.parametrize("lens", [MIXED, ((1, 64),) * 300, ((1, 90), (1, 1), (1, 200)) * 40], ids=len)
+def test_whole_sequences(num_q_heads, fields, lens, take):
+    take("whole", *(["fp8"] if fields.get("allow_fp8") else []))
+    p, plan, state = solve(mla(num_q_heads, **fields), lens, page_size=64)
+    assert plan.launch.whole and error_budget(p, state).passed
 
 
 @pytest.mark.parametrize("falling", [True, False])

@@ -166,6 +166,22 @@ def assert_equal_parts(programs: Sequence[Sequence[Item]], tiles: dict[Key, int]
             assert p * size <= at + low < at + high <= (p + 1) * size, (p, key)
 
 
+def assert_whole_parts(programs: Sequence[Sequence[Item]], tiles: dict[Key, int], size: int, before: int) -> None:
+    """Judge the items of partitions of whole sequences: each is of the partition in which its places begin.
+
+    Args:
+        programs: as for `assert_equal_parts`, like the others.
+        tiles: see `programs`.
+        size: see `programs`.
+        before: see `programs`.
+    """
+    ends = [0, *itertools.accumulate(before + number for number in tiles.values())]
+    expected: list[list[Item]] = [[] for _ in programs]
+    for (key, number), begins in zip(tiles.items(), ends, strict=False):
+        expected[begins // size].append(Item(key, 0, number))
+    assert [[*items] for items in programs] == expected
+
+
 @triton.jit
 def walk_kernel(
     out_ptr, parts_ptr, lengths, window_left, window_right,
@@ -302,7 +318,13 @@ def walk_latents_kernel(out_ptr, parts_ptr, seq_lens, cu_seqlens_q, num_partitio
 
 
 def equal_partitions_of_row_blocks(
-    lens: Lens, num_heads: int, num_partitions: int, combine_cost: float, sequence_cost: int, seed: int
+    lens: Lens,
+    num_heads: int,
+    num_partitions: int,
+    combine_cost: float,
+    sequence_cost: int,
+    seed: int,
+    whole: bool = False,
 ) -> None:
     """Cut each row block of a batch of latents by `mla_schedule_kernel`, and judge what is found.
 
@@ -313,12 +335,13 @@ def equal_partitions_of_row_blocks(
         combine_cost: of a partial, in tiles.
         sequence_cost: of beginning a sequence, in tiles.
         seed: of the simulator.
+        whole: whether no sequence is cut; then the combine cost is 0.
     """
     rows, num_seqs = ROWS.value, len(lens.queries)
     number = cdiv(int(lens.queries.max(initial=1)) * num_heads, rows) or 1
     by_sequence, causal = num_seqs <= 32, int(lens.window == CAUSAL)
     num_cuts = num_seqs if by_sequence else max(1, num_partitions - 1)
-    fixed = combine_cost, sequence_cost, causal, int(by_sequence), num_seqs, num_partitions, num_cuts
+    fixed = combine_cost, sequence_cost, causal, int(by_sequence), int(whole), num_seqs, num_partitions, num_cuts
     sizes = number * num_partitions * FIELDS.value, number * num_cuts * CUT_FIELDS.value
     meta = {"GROUP": num_heads, "BLOCK_M": rows, "UNIT": TILE.value, "PDL": False}
     search = Search(mla_schedule_kernel, number * max(num_partitions, num_cuts), sizes, fixed, meta)
@@ -347,7 +370,11 @@ def equal_partitions_of_row_blocks(
                 items.append(Item((seq, block), low, high, (slot,) if is_cut else ()))
             programs.append(items)
         are_equal = len({*tiles.values()}) <= 1
-        assert_equal_parts(programs, tiles, int(parts[block, 0, 9]), 0 if are_equal else sequence_cost)
+        cost = 0 if are_equal else sequence_cost
+        if whole:
+            assert_whole_parts(programs, tiles, int(parts[block, 0, 9]), cost)
+            continue
+        assert_equal_parts(programs, tiles, int(parts[block, 0, 9]), cost)
         combined: dict[Key, Sequence[int]] = {}
         for many, first, seq, of in cuts[block].tolist():
             at = 2 * (block * num_partitions + first)

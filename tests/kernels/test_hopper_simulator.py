@@ -238,7 +238,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(extra):
     ids=["wide values", "sinks and softcap", "latents", "fp8 latents"],
 )
 def test_scores_that_grow_from_tile_to_tile(spec, lens, kernel, falling, take):
-    take("wide")  # row blocks of latents, whose accumulators are rescaled lazily
+    take("wide", "cut")  # row blocks of latents, whose accumulators are rescaled lazily
     p = with_growing_scores(make_problem(spec, lens, page_size=64), falling)
     state, _ = attend(p, make_plan(p, LONG, kernel))
     assert error_budget(p, state).passed, error_budget(p, state)
@@ -897,7 +897,7 @@ def latent_spec(num_q_heads, dtype=torch.float16, **fields):
 
 def assert_latents_are_right(take, spec, lens=LATENTS, partitions=2, page_size=64, blocks="wide", **problem):
     """Wide row blocks have 64 rows, narrow ones 32; the tiles of each are cut into partitions."""
-    take("fp8" if spec.allow_fp8 else blocks)
+    take("fp8" if spec.allow_fp8 else blocks, "cut")
     rows = 32 if blocks == "narrow" else 64
     row_blocks = -(-spec.num_q_heads * max(q_len for q_len, _ in lens) // rows)
     num_sms = partitions * max(1, row_blocks)
@@ -991,7 +991,7 @@ def test_queries_of_latents_in_two_parts_of_any_strides(num_q_heads, fields):
 @pytest.mark.parametrize("half", [0, 1])
 def test_queries_of_latents_that_are_large_in_one_half_of_the_columns(half, take):
     """Each of two warpgroups has half of the columns. Both scale theirs by one maximum, so none is above float16."""
-    take("wide")
+    take("wide", "cut")
     spec = replace(latent_spec(40, torch.bfloat16, **E4M3), softmax_scale=192**-0.5 / 64)
     p = make_problem(spec, ((1, 90), (2, 40)), page_size=64)
     p.q[..., 256 * half : 256 * (half + 1)] *= 64
@@ -1010,10 +1010,28 @@ def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
     assert error_budget(p, out).passed and "mla_hopper_kernel" not in simulated
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "blocks", "fields"),
+    [(16, "narrow", {}), (40, "wide", {}), (40, "narrow", E4M3), (40, "wide", PRODUCTS_IN_FP8)],
+    ids=str,
+)
+def test_whole_sequences_of_latents_need_no_second_launch(num_q_heads, blocks, fields, take):
+    """Programs have one sequence, several, or none; some sequences have no keys or no queries."""
+    take("fp8" if fields.get("allow_fp8") else blocks, "whole")
+    lens = ((1, 300), (1, 9), (2, 64), (0, 40), (1, 0), (3, 70), (1, 130))
+    spec = latent_spec(num_q_heads, **fields)
+    for num_sms in (2, 5, 40):
+        p = make_problem(spec, lens, page_size=64)
+        state, simulated = attend(p, make_plan(p, kernel="mla_hopper", num_sms=num_sms), num_sms)
+        verdict = error_budget(p, state)
+        assert verdict.passed, verdict
+        assert "mla_hopper_kernel" in simulated and "mla_combine_kernel" not in simulated
+
+
 @pytest.mark.parametrize("seed", [*range(3), *map(extended, range(3, 6))])
 def test_whole_space_of_latents(seed, take):
     draw = random.Random(seed)
-    take(draw.choice(["narrow", "wide"]))
+    take(draw.choice(["narrow", "wide"]), draw.choice(["cut", "whole"]))
     kind = draw.choice([{}, E4M3, PRODUCTS_IN_FP8])
     spec = latent_spec(draw.choice([1, 8, 20, 33, 64, 128]), causal=draw.choice([True, False]), **kind)
     lens = [(draw.randint(0, 3), draw.choice([0, *draw.sample(range(600), 4)])) for _ in range(draw.randint(1, 6))]
@@ -1032,7 +1050,7 @@ def test_more_sequences_of_latents_than_are_looked_at_at_once(take):
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("num_q_heads", "blocks"), [(16, "narrow"), (64, "narrow"), (64, "wide")])
 def test_any_order_of_events_gives_the_same_bits_over_latents(num_q_heads, blocks, kv_dtype, take):
-    take(blocks)
+    take(blocks, "cut")
     p = make_problem(
         latent_spec(num_q_heads, kv_dtype=kv_dtype), ((1, 100), (1, 500), (1, 130)), page_size=64, one_query=True
     )
@@ -1046,7 +1064,7 @@ def test_any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8(t
 
     In the order of seed 6, a sequence's sum is stored after its last tile has been multiplied.
     """
-    take("fp8")
+    take("fp8", "cut")
     lens = (1, 20), (1, 30), (1, 100), (1, 330)
     p = make_problem(latent_spec(64, **PRODUCTS_IN_FP8), lens, page_size=64, one_query=True)
     plan = make_plan(p, LONG, "mla_hopper")

@@ -72,11 +72,11 @@ def assert_right_or_nan(p: Any, plan: Any, seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("queries", [1, 2])
-def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queries, take):
+@pytest.mark.parametrize(("queries", "how"), [(1, "cut"), (2, "cut"), (1, "whole")])
+def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queries, how, take):
     """Sequences grow, shrink, become empty, and take turns; producers and consumers walk the same tiles."""
     num_heads, fields, variant = KINDS[kind]
-    take(variant)
+    take(variant, how)
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     lens = np.array([400, 20, 180, 64, 130])
     p = make_problem(spec, ((queries, 400),) * len(lens), page_size=64, one_query=queries == 1)
@@ -101,7 +101,7 @@ def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queri
 def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, take):
     """Into row blocks that sequences did not have, at the beginning of the batch, in its middle, and at its end."""
     num_heads, fields, variant = KINDS[kind]
-    take(variant)
+    take(variant, "cut")
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     p = make_problem(spec, ((1, 90), (3, 150), (1, 70), (1, 40), (2, 100)), page_size=64)
     p.batch.cu_seqlens_q.copy_(torch.tensor((0, 1, 5, 5, 6, 8)))

@@ -139,8 +139,10 @@ def test_equal_partitions_of_a_batch_have_each_visible_tile_once(seed, device):
 
 
 @pytest.mark.skipif(not interprets(), reason="the functions of Gluon kernels run in the simulator")
-@pytest.mark.parametrize("seed", range(12))
-def test_equal_partitions_of_each_row_block_have_each_visible_tile_once(seed):
+@pytest.mark.parametrize(
+    ("seed", "whole"), [*((seed, False) for seed in range(12)), *((seed, True) for seed in range(8))]
+)
+def test_equal_partitions_of_each_row_block_have_each_visible_tile_once(seed, whole):
     """Without a cost of cuts, there are partitions of one place, and some hold the beginning of a sequence alone."""
     random, causal = np.random.default_rng(seed), bool(seed % 2)
     ragged, equal = seed % 3 != 0, seed % 4 == 2
@@ -150,8 +152,9 @@ def test_equal_partitions_of_each_row_block_have_each_visible_tile_once(seed):
     keys = np.full(num_seqs, 700) if equal else random.integers(0, 1500, num_seqs) * (random.random(num_seqs) < 0.9)
     lens = Lens(queries, np.maximum(keys, queries), CAUSAL if causal else BOTH, one_query=not ragged)
     equal_partitions_of_row_blocks(
-        lens, num_heads, parts, float(random.choice([0.0, 0.03, 0.1])), int(random.choice([1, 4])), seed
-    )
+        lens, num_heads, parts, 0.0 if whole else float(random.choice([0.0, 0.03, 0.1])), int(random.choice([1, 4])),
+        seed, whole,
+    )  # fmt: skip
 
 
 @pytest.mark.skipif(not interprets(), reason="other tests run this kernel on a GPU")

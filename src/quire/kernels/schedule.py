@@ -646,7 +646,7 @@ def latent_partition_size(total, longest, count, num_partitions, combine_cost, s
     return end_with_sequences(size, tl.maximum(longest, 1), 1, all_equal), total, overhead
 
 
-@triton.jit(do_not_specialize=["sequence_cost", "by_sequence", "num_seqs", "num_partitions", "num_cuts"])
+@triton.jit(do_not_specialize=["sequence_cost", "by_sequence", "whole", "num_seqs", "num_partitions", "num_cuts"])
 def mla_schedule_kernel(
     parts_ptr,  # [row blocks, num_partitions, FIELDS] int32
     cuts_ptr,  # [row blocks, num_cuts, CUT_FIELDS] int32
@@ -654,6 +654,7 @@ def mla_schedule_kernel(
     combine_cost, sequence_cost,  # as `latent_partition_size` takes them
     causal,
     by_sequence,  # whether there is a cut for each sequence, or for each partition: of the sequence that its end cuts
+    whole,  # whether no sequence is cut: each is of the partition in which it begins
     num_seqs, num_partitions, num_cuts,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,  # of Units
     PDL: tl.constexpr,  # programmatic dependent launch
@@ -685,19 +686,20 @@ def mla_schedule_kernel(
         own_place += tl.sum(tl.where(first + tl.arange(0, SEQS) < index, places, 0), 0)
         end += tl.sum(places, 0)
     seq, end_seq = tl.minimum(seq, num_seqs), tl.minimum(end_seq, num_seqs)
+    seq += ((whole > 0) & (low > place)).to(tl.int32)
     seq = tl.where(index == 0, 0, seq)  # no sequence without rows is left out
-    stop = high - (end_place + overhead)
+    stop = tl.where(whole > 0, 0, high - (end_place + overhead))
     last = load_lengths(lengths, tl.minimum(end_seq, num_seqs - 1))
     last_tiles = tiles_of(last, row_block, causal, U)
     is_cut = stop > 0
     if index < num_partitions:
-        last_seq = tl.where(is_cut, end_seq, end_seq - 1)
+        last_seq = tl.where(is_cut | ((whole > 0) & (high > end_place)), end_seq, end_seq - 1)
         is_empty = seq > last_seq
         last_seq = tl.where(is_empty, num_seqs - 1, last_seq)
         seq = tl.where(is_empty, num_seqs, seq)
         sequence = load_lengths(lengths, tl.minimum(seq, num_seqs - 1))
         part = LatentPart(
-            seq, tl.maximum(low - (place + overhead), 0), sequence.seq_len, sequence.q_start, sequence.q_len,
+            seq, tl.where(whole > 0, 0, tl.maximum(low - (place + overhead), 0)), sequence.seq_len, sequence.q_start, sequence.q_len,
             sequence.first_pos, last_seq, tl.where(is_cut, stop, NO_END), last_tiles, size,
         )  # fmt: skip
         store_fields(parts_ptr + (row_block * num_partitions + index) * FIELDS, part)

@@ -276,7 +276,15 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
     tiles, count, longest = sum(t * n for t, n in each), sum(n for _, n in each), max(t for t, _ in each)
     blocks = sum(max(1, cdiv(q * spec.num_q_heads, launch.columns)) * n for q, _, n in lens) / count
     shortest = min(max(1, int(math.sqrt(tiles * launch.combine_cost) + 0.5)), longest)
-    if all_equal := longest * count == tiles:
+    all_equal = longest * count == tiles
+    if launch.whole:  # a program has the sequences that begin in its partition
+        places = tiles + (0 if all_equal else launch.sequence_cost * count)
+        each_has = cdiv(cdiv(places, parts), longest)
+        programs = cdiv(count, each_has) if all_equal else min(count, parts)
+        most = each_has * longest if all_equal else min(tiles, max(longest, tiles / programs + longest / 2))
+        sms, nbytes = request.device.num_sms, bytes_of(spec, lens)
+        return Work(sms, sms, blocks * programs, blocks * count, tiles * blocks, most, nbytes)
+    if all_equal:
         size = max(cdiv(tiles, parts), shortest)
         even = cdiv(longest, longest // size) if size < longest else cdiv(size, longest) * longest
         size = even if even <= size + 1 else size

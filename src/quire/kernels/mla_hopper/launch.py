@@ -38,12 +38,14 @@ class MLAHopperLaunch(Launch):
         fallback: the launch for caches that TMA cannot address.
         fp8_mma: whether matrix products are in fp8.
         most_rows: of a row block: MAX_COLUMN_ROWS or ROWS.
+        whole: whether no sequence is cut, so that nothing has to be combined.
     """
 
     request: Request
     fallback: MLALaunch
     fp8_mma: bool = False
     most_rows: int = MAX_COLUMN_ROWS
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -52,11 +54,10 @@ class MLAHopperLaunch(Launch):
 
     @property
     def variant(self) -> str:
-        """Name among the variants. Of many rows, row blocks are narrow or wide."""
-        if self.fp8_mma:
-            return "mla_hopper fp8"
+        """Name among the variants. Of many rows, row blocks are narrow or wide. Sequences are cut or whole."""
         is_many = self.request.rows_per_seq > MAX_COLUMN_ROWS
-        return "mla_hopper" + (" wide" if self.columns == ROWS else " narrow") * is_many
+        rows = " fp8" if self.fp8_mma else (" wide" if self.columns == ROWS else " narrow") * is_many
+        return "mla_hopper" + rows + (" whole" if self.whole else " cut")
 
     @property
     def row_blocks(self) -> int:
@@ -85,7 +86,7 @@ class MLAHopperLaunch(Launch):
         With cost c, t tiles in partitions of s tiles take the time of s + c * t / s tiles. That is least where s is the
         root of c * t. The cost is that of a partial's rows (NVIDIA H200, 2026-11-22).
         """
-        return max(32, self.row_blocks * self.partial_rows) / 1280
+        return 0.0 if self.whole else max(32, self.row_blocks * self.partial_rows) / 1280
 
     @property
     def sequence_cost(self) -> int:
@@ -114,7 +115,9 @@ class MLAHopperLaunch(Launch):
 
     @property
     def num_cuts(self) -> int:
-        """Sequences of a row block that may be combined."""
+        """Sequences of a row block that may be combined; 1 where none is."""
+        if self.whole:
+            return 1
         return self.request.num_seqs if self.combines_by_sequence else max(1, self.num_partitions - 1)
 
     def search(self, asked: None) -> "Search":
@@ -124,7 +127,8 @@ class MLAHopperLaunch(Launch):
 
         parts, cuts, row_blocks, spec = self.num_partitions, self.num_cuts, self.row_blocks, self.request.spec
         costs = self.combine_cost, self.sequence_cost, int(spec.causal)
-        fixed = *costs, int(self.combines_by_sequence), self.request.num_seqs, parts, cuts
+        how = int(self.combines_by_sequence), int(self.whole)
+        fixed = *costs, *how, self.request.num_seqs, parts, cuts
         sizes = row_blocks * parts * FIELDS.value, row_blocks * cuts * CUT_FIELDS.value
         units = {"GROUP": spec.num_q_heads, "BLOCK_M": self.columns, "UNIT": TILE}
         meta = units | {"PDL": True, "num_warps": 1, "launch_pdl": True}
@@ -155,7 +159,7 @@ class MLAHopperLaunch(Launch):
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         absent = self.request.has_cu_seqlens  # an argument that may be None
         own = key_of(self.name, absent, **constexprs_of(self))
-        if self.num_partitions == 1:
+        if self.num_partitions == 1 or self.whole:
             return frozenset({own})
         return frozenset({own, key_of("mla_combine", absent, **self.combine_constexprs())})
 
@@ -180,9 +184,10 @@ class MLAHopperLaunch(Launch):
 
     def __str__(self) -> str:
         products = "products in fp8, " if self.fp8_mma else ""
+        whole = "whole sequences in " * self.whole
         blocks = "1 row block" if self.row_blocks == 1 else f"{self.row_blocks} row blocks"
         return (
-            f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{self.num_partitions} partitions × "
+            f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{whole}{self.num_partitions} partitions × "
             f"{blocks}; fallback for records, and latents that TMA cannot address: "
             f"{self.fallback}"
         )

@@ -80,7 +80,7 @@ class MLAHopperRunner:
         tensors = out, lse, q_nope, q_pe, cache.k_scale, cache.k, *numbers
         arguments = partial(self.arguments, cache, matrix, widths)
         self.attend(self.grid, tensors, cache.kind, arguments, [(cache.k.data_ptr(), matrix)] * len(widths))
-        if self.grid[1] > 1:  # sequences are cut
+        if self.grid[1] > 1 and not decided.whole:  # sequences are cut
             self.combine(self.combine_grid, (out, lse), None, self.combine_arguments)
 
     def arguments(self, cache: PagedKVCache, matrix: Matrix, widths: tuple[int, ...], *tensors: Any) -> Arguments:

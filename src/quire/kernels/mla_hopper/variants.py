@@ -1,4 +1,6 @@
-"""The variants of the MLA kernel for Hopper GPUs: row blocks of 32 or of 64 rows, and products in fp8 if allowed."""
+"""The variants of the MLA kernel for Hopper GPUs: row blocks of 32 or 64 rows, products in fp8 if allowed, and whether
+sequences are cut.
+"""
 
 from dataclasses import replace
 
@@ -28,6 +30,7 @@ def variants(
         found.append(replace(launch, most_rows=ROWS))
     if can_multiply_in_fp8(request):
         found.append(replace(launch, most_rows=ROWS, fp8_mma=True))
+    found += [replace(each, whole=True) for each in found]
     return {each.variant: each for each in found}
 
 
