@@ -131,7 +131,7 @@ def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], No
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that makes plans take the variant with most of some words in its name, also where others are faster."""
+    """Return a function that makes plans take the variant with most of some words in its name."""
     least = choose.least
 
     def take(*words: str) -> None:

@@ -698,9 +698,10 @@ def mla_schedule_kernel(
         last_seq = tl.where(is_empty, num_seqs - 1, last_seq)
         seq = tl.where(is_empty, num_seqs, seq)
         sequence = load_lengths(lengths, tl.minimum(seq, num_seqs - 1))
+        tile = tl.where(whole > 0, 0, tl.maximum(low - (place + overhead), 0))
         part = LatentPart(
-            seq, tl.where(whole > 0, 0, tl.maximum(low - (place + overhead), 0)), sequence.seq_len, sequence.q_start, sequence.q_len,
-            sequence.first_pos, last_seq, tl.where(is_cut, stop, NO_END), last_tiles, size,
+            seq, tile, sequence.seq_len, sequence.q_start, sequence.q_len, sequence.first_pos,
+            last_seq, tl.where(is_cut, stop, NO_END), last_tiles, size,
         )  # fmt: skip
         store_fields(parts_ptr + (row_block * num_partitions + index) * FIELDS, part)
     if index < num_cuts:

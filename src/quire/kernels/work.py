@@ -15,7 +15,7 @@ from quire.kernels.portable.variants import min_partition_tiles
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
-EQUAL, RAGGED, SKEWED = 1.0, 0.1, 0.02  # how much scenarios of batches count that aren't ragged
+EQUAL, RAGGED, SKEWED = 1.0, 0.2, 0.05  # how much scenarios of batches count that aren't ragged
 MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).

@@ -187,9 +187,8 @@ class MLAHopperLaunch(Launch):
         whole = "whole sequences in " * self.whole
         blocks = "1 row block" if self.row_blocks == 1 else f"{self.row_blocks} row blocks"
         return (
-            f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{whole}{self.num_partitions} partitions × "
-            f"{blocks}; fallback for records, and latents that TMA cannot address: "
-            f"{self.fallback}"
+            f"Hopper MLA kernel: {self.columns} rows × {TILE} keys, {products}{whole}{self.num_partitions} partitions "
+            f"× {blocks}; fallback for records, and latents that TMA cannot address: {self.fallback}"
         )
 
 
