@@ -437,7 +437,7 @@ def test_intervals_take_the_variants_that_a_band_does():
         (128, 1, E4M3, True, True),
         (33, 1, E4M3, True, True),
         (16, 4, E4M3, True, True),
-        (32, 1, E4M3, True, False),
+        (32, 1, E4M3, True, True),
         (16, 1, E4M3, True, False),
         (128, 1, E4M3, False, False),
         (128, 1, None, True, False),
@@ -449,9 +449,10 @@ def test_products_over_latents_are_in_fp8_only_if_that_is_allowed_and_there_are_
     spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, kv_dtype=kv_dtype, allow_fp8=allow_fp8)
     request = Request(spec, 8, queries > 1, Bounds(queries, 4096, 8 * queries), PROPERTIES)
     found, _ = choose.variants(request, Options())
-    blocks = [""] if num_q_heads * queries <= 32 else [" narrow", " wide"]
+    num_rows = num_q_heads * queries
+    blocks = ["few"] if num_rows <= 16 else ["narrow"] if num_rows <= 32 else ["narrow", "wide"]
     for how in ("cut", "whole"):
-        names = {f"mla_hopper{rows} {how}" for rows in blocks}
+        names = {f"mla_hopper {rows} {how}" for rows in blocks}
         every = {name for name in found if name.startswith("mla_hopper") and name.endswith(how)}
         assert every == names | ({f"mla_hopper fp8 {how}"} if may else set())
         assert all(found[name].constexprs()["FP8_MMA"] is False for name in names)

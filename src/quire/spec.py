@@ -48,7 +48,7 @@ class AttentionSpec:
         allow_tf32: compute float32 inputs with TF32 matrix products (10-bit mantissa) instead of float32.
         allow_fp8: where the cache is float8_e4m3fn, matrix products may be in it too: queries and probabilities are
             rounded to 3-bit mantissas. Faster where a kernel has such products (`print(plan)` says so): the Hopper
-            kernel, on long prompts with head_dim 128, and the Hopper MLA kernel, for more than 32 rows (query tokens
+            kernel, on long prompts with head_dim 128, and the Hopper MLA kernel, for more than 16 rows (query tokens
             × heads) of a sequence, where the plan's bounds allow many tiles. Other kernels ignore this.
         latent: the cache holds one latent per token instead of keys and values: a latent is the key, and its first
             `head_dim_v` columns are the value (multi-head latent attention with absorbed projections, DeepSeek-V2,

@@ -241,7 +241,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], grid: tuple[int, ...],
 
 
 def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
-    """Hash what a jit function calls before the function itself, which Triton does from 3.9 on.
+    """Hash what a jit function calls, methods of aggregates too, before the function itself: Triton does from 3.9 on.
 
     Before, the hash also depends on which functions were hashed earlier. A process that launches kernels in another
     order then does not find them in Triton's cache, and compiles them again.
@@ -250,7 +250,7 @@ def hash_callees(function: Any, callers: tuple[Any, ...] = ()) -> None:
         return
     code, scope = function.fn.__code__, inspect.getclosurevars(function.fn)
     for value in (*scope.globals.values(), *scope.nonlocals.values()):
-        names = code.co_names if isinstance(value, ModuleType) else ()
+        names = code.co_names if isinstance(value, ModuleType) else getattr(value, "methods", ())  # of an aggregate
         for called in (value, *(getattr(value, name, None) for name in names)):
             if isinstance(called, JITFunction) and not called.__module__.startswith("triton."):
                 hash_callees(called, (*callers, function))

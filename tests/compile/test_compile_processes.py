@@ -120,10 +120,13 @@ def test_a_process_that_helps_ends_with_the_warm_up(monkeypatch):
 
 ORDERS = """
 import sys
+from quire.kernels.chosen_hopper.kernel import chosen_hopper_kernel
+from quire.kernels.hopper.kernel import hopper_kernel
 from quire.kernels.mla.kernel import mla_kernel
+from quire.kernels.mla_hopper.kernel import mla_hopper_kernel
 from quire.kernels.portable.kernel import portable_kernel
 from quire.triton_internals import hash_callees
-kernels = [portable_kernel, mla_kernel]
+kernels = [portable_kernel, mla_kernel, hopper_kernel, mla_hopper_kernel, chosen_hopper_kernel]
 for kernel in kernels[:: int(sys.argv[1])]:
     hash_callees(kernel)
 print(*(kernel.cache_key for kernel in kernels))
@@ -131,7 +134,7 @@ print(*(kernel.cache_key for kernel in kernels))
 
 
 @pytest.mark.hopper
-@pytest.mark.extended
+@pytest.mark.each_kind
 def test_keys_in_triton_s_cache_do_not_depend_on_the_order_of_launches():
     """Before Triton 3.9 they did."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -139,4 +142,4 @@ def test_keys_in_triton_s_cache_do_not_depend_on_the_order_of_launches():
         subprocess.check_output([sys.executable, "-c", ORDERS, step], text=True, env=environment).split()
         for step in ("1", "-1")
     )
-    assert forwards == backwards and len(forwards) == 2
+    assert forwards == backwards and len(forwards) == 5

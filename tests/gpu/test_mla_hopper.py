@@ -17,7 +17,7 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
 
 FP8 = torch.float8_e4m3fn
 PRODUCTS = {"kv_dtype": FP8, "allow_fp8": True}
-KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (128, PRODUCTS)]
+KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (128, PRODUCTS), (24, PRODUCTS)]
 DTYPES = [torch.bfloat16, torch.float16]
 LONG = 1 << 17  # keys; products in fp8 are for plans whose bounds are many tiles
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))

@@ -1012,7 +1012,13 @@ def test_latents_that_tma_cannot_address_go_to_the_kernel_that_the_plan_names():
 
 @pytest.mark.parametrize(
     ("num_q_heads", "blocks", "fields"),
-    [(16, "narrow", {}), (40, "wide", {}), (40, "narrow", E4M3), (40, "wide", PRODUCTS_IN_FP8)],
+    [
+        (16, "narrow", {}),
+        (40, "wide", {}),
+        (40, "narrow", E4M3),
+        (40, "wide", PRODUCTS_IN_FP8),
+        (20, "narrow", PRODUCTS_IN_FP8),
+    ],
     ids=str,
 )
 def test_whole_sequences_of_latents_need_no_second_launch(num_q_heads, blocks, fields, take):

@@ -336,9 +336,27 @@ IN_INTERPRETER = {
     ),
     "MLA: a sequence has no time to begin": Mutant(
         SPLITS,
-        "stop = high - (end_place + overhead)",
-        "stop = high - end_place",
-        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[7]",
+        "0, high - (end_place + overhead))",
+        "0, high - end_place)",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[7-False]",
+    ),
+    "MLA: whole sequences begin in the partition before": Mutant(
+        SPLITS,
+        "(whole > 0) & (low > place)",
+        "(whole > 0) & (low >= place)",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[1-True]",
+    ),
+    "MLA: the last whole sequence of a partition is left out": Mutant(
+        SPLITS,
+        "((whole > 0) & (high > end_place))",
+        "(whole > 1)",
+        SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[1-True]",
+    ),
+    "MLA: a second launch where no sequence is cut": Mutant(
+        "kernels/mla_hopper/runner.py",
+        "and not decided.whole",
+        "and True",
+        "kernels/test_hopper_simulator.py::test_whole_sequences_of_latents_need_no_second_launch",
     ),
     "Hopper: splits of a row block have the slots of another": Mutant(
         SPLITS,

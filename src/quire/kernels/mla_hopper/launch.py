@@ -54,10 +54,9 @@ class MLAHopperLaunch(Launch):
 
     @property
     def variant(self) -> str:
-        """Name among the variants. Of many rows, row blocks are narrow or wide. Sequences are cut or whole."""
-        is_many = self.request.rows_per_seq > MAX_COLUMN_ROWS
-        rows = " fp8" if self.fp8_mma else (" wide" if self.columns == ROWS else " narrow") * is_many
-        return "mla_hopper" + rows + (" whole" if self.whole else " cut")
+        """Name among the variants: row blocks of 16, 32 or 64 rows, or products in fp8; sequences are cut or whole."""
+        rows = "fp8" if self.fp8_mma else {MIN_COLUMNS: "few", MAX_COLUMN_ROWS: "narrow", ROWS: "wide"}[self.columns]
+        return f"mla_hopper {rows} {'whole' if self.whole else 'cut'}"
 
     @property
     def row_blocks(self) -> int:
@@ -72,6 +71,8 @@ class MLAHopperLaunch(Launch):
     @property
     def columns(self) -> int:
         """Rows of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
+        if self.fp8_mma:
+            return ROWS
         return min(power_of_two(max(MIN_COLUMNS, self.request.rows_per_seq)), self.most_rows)
 
     @property
@@ -195,7 +196,7 @@ class MLAHopperLaunch(Launch):
 def can_multiply_in_fp8(request: Request) -> bool:
     """Return whether products in fp8 are allowed, and the kernel has them for so many rows."""
     spec = request.spec
-    return spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and request.rows_per_seq > MAX_COLUMN_ROWS
+    return spec.allow_fp8 and spec.kv_dtype is torch.float8_e4m3fn and request.rows_per_seq > MIN_COLUMNS
 
 
 def matrix_of_latents(cache: PagedKVCache) -> Matrix | None:

@@ -29,7 +29,7 @@ def variants(
     if request.rows_per_seq > MAX_COLUMN_ROWS:
         found.append(replace(launch, most_rows=ROWS))
     if can_multiply_in_fp8(request):
-        found.append(replace(launch, most_rows=ROWS, fp8_mma=True))
+        found.append(replace(launch, fp8_mma=True))
     found += [replace(each, whole=True) for each in found]
     return {each.variant: each for each in found}
 
