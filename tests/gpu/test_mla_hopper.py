@@ -17,7 +17,7 @@ if not (torch.cuda.is_available() and device_properties(torch.device("cuda")).ha
 
 FP8 = torch.float8_e4m3fn
 PRODUCTS = {"kv_dtype": FP8, "allow_fp8": True}
-KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (128, PRODUCTS), (24, PRODUCTS)]
+KINDS = [(16, {}), (128, {}), (16, {"kv_dtype": FP8}), (128, {"kv_dtype": FP8}), (128, PRODUCTS)]
 DTYPES = [torch.bfloat16, torch.float16]
 LONG = 1 << 17  # keys; products in fp8 are for plans whose bounds are many tiles
 MIXED = ((1, 2000), (1, 17), (4, 700), (1, 0), (0, 50), (2, 64), (3, 129), (1, 128))
@@ -55,12 +55,19 @@ def test_heads(num_q_heads, causal, dtype):
     assert_right(mla(num_q_heads, causal=causal, dtype=dtype), MIXED, page_size=64)
 
 
-@pytest.mark.parametrize(("num_q_heads", "fields"), KINDS, ids=str)
+@pytest.mark.parametrize(("num_q_heads", "fields"), [*KINDS, (24, PRODUCTS)], ids=str)
 @pytest.mark.parametrize("lens", [MIXED, ((1, 64),) * 300, ((1, 90), (1, 1), (1, 200)) * 40], ids=len)
 def test_whole_sequences(num_q_heads, fields, lens, take):
     take("whole", *(["fp8"] if fields.get("allow_fp8") else []))
     p, plan, state = solve(mla(num_q_heads, **fields), lens, page_size=64)
     assert plan.launch.whole and error_budget(p, state).passed
+
+
+def test_products_in_fp8_of_row_blocks_that_are_not_full(take):
+    take("fp8", "cut")
+    for num_q_heads in (17, 24, 32):
+        p, plan, state = solve(mla(num_q_heads, **PRODUCTS), ((1, 3000), (1, 64), (1, 700)), page_size=64)
+        assert plan.launch.fp8_mma and error_budget(p, state).passed
 
 
 @pytest.mark.parametrize("falling", [True, False])

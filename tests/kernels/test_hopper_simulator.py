@@ -1037,7 +1037,7 @@ def test_whole_sequences_of_latents_need_no_second_launch(num_q_heads, blocks, f
 @pytest.mark.parametrize("seed", [*range(3), *map(extended, range(3, 6))])
 def test_whole_space_of_latents(seed, take):
     draw = random.Random(seed)
-    take(draw.choice(["narrow", "wide"]), draw.choice(["cut", "whole"]))
+    take(draw.choice(["narrow", "wide", "fp8"]), draw.choice(["cut", "whole"]))
     kind = draw.choice([{}, E4M3, PRODUCTS_IN_FP8])
     spec = latent_spec(draw.choice([1, 8, 20, 33, 64, 128]), causal=draw.choice([True, False]), **kind)
     lens = [(draw.randint(0, 3), draw.choice([0, *draw.sample(range(600), 4)])) for _ in range(draw.randint(1, 6))]

@@ -97,11 +97,20 @@ def test_a_stale_schedule_over_latents_gives_the_right_result_or_nan(kind, queri
     assert rows.all()
 
 
-@pytest.mark.parametrize("kind", ["16 rows", "32 of many rows", "32 of many fp8 rows", "64 rows", "products in fp8"])
-def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, take):
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(
+            (kind, "cut")
+            for kind in ("16 rows", "32 of many rows", "32 of many fp8 rows", "64 rows", "products in fp8")
+        ),
+        ("64 rows", "whole"),
+    ],
+)
+def test_queries_over_latents_may_move_between_sequences_under_a_schedule(kind, how, take):
     """Into row blocks that sequences did not have, at the beginning of the batch, in its middle, and at its end."""
     num_heads, fields, variant = KINDS[kind]
-    take(variant, "cut")
+    take(variant, how)
     spec = quire.AttentionSpec.mla(num_q_heads=num_heads, softmax_scale=0.07, dtype=torch.float16, **fields)
     p = make_problem(spec, ((1, 90), (3, 150), (1, 70), (1, 40), (2, 100)), page_size=64)
     p.batch.cu_seqlens_q.copy_(torch.tensor((0, 1, 5, 5, 6, 8)))

@@ -275,31 +275,31 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
     each = [(max(1, cdiv(keys, TILE)), count) for _, keys, count in lens]
     tiles, count, longest = sum(t * n for t, n in each), sum(n for _, n in each), max(t for t, _ in each)
     blocks = sum(max(1, cdiv(q * spec.num_q_heads, launch.columns)) * n for q, _, n in lens) / count
-    shortest = min(max(1, int(math.sqrt(tiles * launch.combine_cost) + 0.5)), longest)
-    all_equal = longest * count == tiles
-    if launch.whole:  # a program has the sequences that begin in its partition
-        places = tiles + (0 if all_equal else launch.sequence_cost * count)
-        each_has = cdiv(cdiv(places, parts), longest)
-        programs = cdiv(count, each_has) if all_equal else min(count, parts)
-        most = each_has * longest if all_equal else min(tiles, max(longest, tiles / programs + longest / 2))
-        sms, nbytes = request.device.num_sms, bytes_of(spec, lens)
+    sms, nbytes, all_equal = request.device.num_sms, bytes_of(spec, lens), longest * count == tiles
+    if launch.whole and all_equal:  # a program has the sequences that begin in its partition
+        each_has = cdiv(cdiv(tiles, parts), longest)
+        programs = blocks * cdiv(count, each_has)
+        return Work(sms, sms, programs, blocks * count, tiles * blocks, each_has * longest, nbytes)
+    if launch.whole:
+        programs = min(count, parts)
+        most = min(tiles, max(longest, tiles / programs + longest / 2))
         return Work(sms, sms, blocks * programs, blocks * count, tiles * blocks, most, nbytes)
+    shortest = min(max(1, int(math.sqrt(tiles * launch.combine_cost) + 0.5)), longest)
     if all_equal:
         size = max(cdiv(tiles, parts), shortest)
         even = cdiv(longest, longest // size) if size < longest else cdiv(size, longest) * longest
         size = even if even <= size + 1 else size
-        programs = cdiv(tiles, size)
+        programs, most = cdiv(tiles, size), float(min(size, tiles))
         begun: float = programs + count - cdiv(count, size // math.gcd(size, longest))
     else:
         places = tiles + launch.sequence_cost * count
         size = max(cdiv(places, parts), shortest)
         programs = cdiv(places, size)
+        most = min(size, max(longest, tiles / programs))
         begun = count + (programs - 1) * tiles / places
     cuts = begun - count  # ends of partitions inside of sequences
     partials = longest / size if longest > size else 2.0 if cuts > 0.5 else 0.0
     rows = 2 * blocks * cuts * launch.partial_rows if partials else 0.0
-    most = min(size, tiles) if all_equal else min(size, max(longest, tiles / programs))
-    sms, nbytes = request.device.num_sms, bytes_of(spec, lens)
     return Work(
         sms, sms, blocks * programs, blocks * begun, tiles * blocks, most, nbytes, partials,
         rows * 4 * (spec.kv_lora_rank + 2),

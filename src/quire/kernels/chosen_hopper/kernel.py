@@ -7,7 +7,7 @@ at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`mla_hopper/ga
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from quire.kernels.mla_hopper.few_rows import allocate_few, consume_few
 from quire.kernels.mla_hopper.gather import (
@@ -61,7 +61,6 @@ def chosen_hopper_kernel(
     else:
         s = allocate(NUMBER, RECORDS, True)
         s.make_ready(True)
-    gdc_wait()
     gdc_launch_dependents()
     items = num_tokens
     if cu_seqlens_q is None:

@@ -8,10 +8,10 @@ stage `i % STAGES`, and waits for phase `i // STAGES` of that stage's barriers.
 The tiles of some pipelines are copied row by row (`gather.py`). Then `full` completes when the copies of every thread
 of the producer have arrived, and there are no spare barriers.
 
-The producer warp makes all barriers of a program ready, and the other warps wait for that (`ready`). To make one ready
-takes four warps some 60 ns, since Triton 3.6 lets them wait for each other after each, and one warp less (NVIDIA H200,
-2026-11-30). Where an SM has room, it is done while the launch before this one ends. Where the producer has four warps,
-because rows are copied, all of it is done before warps are specialised: by them, it hung.
+The producer warp makes all barriers of a program ready, and the other warps wait for that (`ready`). Four warps take
+some 60 ns for each barrier, since Triton 3.6 makes them wait for each other after it; one warp takes less (NVIDIA H200,
+2026-11-30). Where an SM has room, this happens while the launch before this one ends. A producer that copies rows has
+four warps. Its barriers are made ready before warps are specialised, since programs hung where its own warps did it.
 """
 
 from typing import Any
@@ -253,7 +253,7 @@ def allocate_ready():
 
 @gluon.jit
 def tell_ready(ready):
-    """Let the warps go on that `wait_ready`, and wait for the launches before this one."""
+    """Let the warps that `wait_ready` go on. Then wait for the launches before this one."""
     fence_async_shared()  # TMA, which uses the async proxy, arrives at barriers
     mbarrier.arrive(ready, count=1)
     gdc_wait()

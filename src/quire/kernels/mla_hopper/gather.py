@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_wait
 
 from quire.kernels.chosen.kernel import find_sequence
 from quire.kernels.gluon.compat import copy_async
@@ -148,7 +147,6 @@ def as_copied(stage, source):
 @gluon.jit
 def gather_many(s, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
-    gdc_wait()
     item, known, first = first_sequence(program, program.row_block)
     uses, odd_uses = 0, 0
     while item <= program.part.last_seq:
@@ -194,7 +192,6 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
 def gather_latents(s, rows, program):
     """Gather the latents of every tile of the program's items. The producer's warps run this."""
     PAGE_SIZE: gl.constexpr = program.config.PAGE_SIZE
-    gdc_wait()
     latents, quarters = s.latents, s.latents.quarters
     item, known, first = first_sequence(program, program.row_block)
     n = 0

@@ -1,8 +1,9 @@
 """The MLA kernel for Hopper GPUs: absorbed attention over a cache of latents, in Gluon.
 
 Grid: [row blocks, partitions] (`schedule.py`). A program owns the rows of a row block, (token, query head) pairs of one
-sequence, and the KV tiles of its partition. Warps are specialised. A producer warp loads quarters of a tile by TMA,
-each when its stage is free. Of small pages, four warps gather them (`gather.py`). Consumer warpgroups attend.
+sequence, and the KV tiles of its partition, which may end inside of a sequence. Warps are specialised. A producer warp
+loads quarters of a tile by TMA, each when its stage is free. Of small pages, four warps gather them (`gather.py`).
+Consumer warpgroups attend.
 
 * A row block of 64 rows has two consumers (`many_rows.py`) and `producer.py`. One more warpgroup converts fp8 latents.
 * A row block of at most 32 rows has one consumer (`few_rows.py`) and `latents.py`.
@@ -51,7 +52,7 @@ def mla_hopper_kernel(
     NUMBER: gl.constexpr = kv_ptr.dtype.element_ty
     FROM_FP8: gl.constexpr = NUMBER.primitive_bitwidth == 8
     row_block, index = gl.program_id(0), gl.program_id(1)
-    if is_found_now:  # by the launch before this one, for which `load_mla_part` has to wait
+    if is_found_now:  # by the launch before this one, for which `load_latent_part` has to wait
         gdc_wait()
     part = load_latent_part(parts_ptr, row_block * num_partitions + index)
     if FP8_MMA:
@@ -62,11 +63,12 @@ def mla_hopper_kernel(
         s = allocate_fp8(NUMBER, COLUMNS, GATHERED)
     else:
         s = allocate_few(NUMBER, COLUMNS, GATHERED)
-    if GATHERED and COLUMNS == ROWS and not FP8_MMA:
-        s.make_ready(True)
-    elif GATHERED:
-        s.make_ready()
-    gdc_launch_dependents()  # all warps wait for the launches before this one themselves
+    if GATHERED:
+        if COLUMNS == ROWS and not FP8_MMA:
+            s.make_ready(True)
+        else:
+            s.make_ready()
+        gdc_launch_dependents()
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
     queries = Queries(
         q_nope_ptr, q_rope_ptr, num_tokens, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head
@@ -137,6 +139,7 @@ def load_few(s, source, program):
         gather_latents(s, source, program)
     else:
         s.make_ready()
+        gdc_launch_dependents()
         produce_latents(s, source, program)
 
 
@@ -147,4 +150,5 @@ def load_many(s, source, program):
         gather_many(s, source, program)
     else:
         s.make_ready(False)
+        gdc_launch_dependents()
         produce(s, source, program)

@@ -31,7 +31,7 @@ MIN_COMBINE_PROGRAMS = 132  # programs below which a program combines fewer rows
 
 @dataclass(frozen=True)
 class MLAHopperLaunch(Launch):
-    """A warp-specialised kernel for latents, and a second one that combines partials.
+    """A warp-specialised kernel for latents, and a second one that combines partials if sequences are cut.
 
     Attributes:
         request: the request that was decided about.
@@ -116,7 +116,7 @@ class MLAHopperLaunch(Launch):
 
     @property
     def num_cuts(self) -> int:
-        """Sequences of a row block that may be combined; 1 where none is."""
+        """Sequences of a row block that may be combined; 1 if they are whole, as a tensor must not be empty."""
         if self.whole:
             return 1
         return self.request.num_seqs if self.combines_by_sequence else max(1, self.num_partitions - 1)

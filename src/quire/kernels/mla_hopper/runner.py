@@ -1,4 +1,4 @@
-"""The runner of `MLAHopperLaunch`: TMA descriptors, scratch, and two launches."""
+"""The runner of `MLAHopperLaunch`: TMA descriptors, scratch, and one launch, or two if sequences are cut."""
 
 from functools import partial
 from typing import Any

@@ -8,7 +8,7 @@ import torch
 
 from quire.dispatch.request import Options, Request
 from quire.kernels.mla.launch import MLALaunch
-from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, ROWS, WIDTHS, MLAHopperLaunch, can_multiply_in_fp8
+from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, ROWS, TILE, WIDTHS, MLAHopperLaunch, can_multiply_in_fp8
 
 
 def variants(
@@ -20,7 +20,7 @@ def variants(
         request: the batch.
         options: what the caller of `plan` asks for.
         fallback: the launch for what TMA cannot address.
-        within: changes nothing here.
+        within: return all that any batch may have, for a warm-up: those that cut sequences have all kernels.
     """
     if refusal := refusal_of(request, options):
         return refusal
@@ -30,8 +30,12 @@ def variants(
         found.append(replace(launch, most_rows=ROWS))
     if can_multiply_in_fp8(request):
         found.append(replace(launch, fp8_mma=True))
-    found += [replace(each, whole=True) for each in found]
-    return {each.variant: each for each in found}
+    whole = [replace(each, whole=True) for each in found]
+    if within:
+        whole = []
+    elif request.bounds.max_seq_len <= TILE:  # nothing can be cut
+        found = []
+    return {each.variant: each for each in (*found, *whole)}
 
 
 def refusal_of(request: Request, options: Options) -> str | None:
