@@ -18,7 +18,10 @@ NO_SPILLS = "sm80", "sm90"
 # Bytes that ptxas spills to fit one more program on an SM. 3.7.1 reads them once in a tile of k8v4.
 BY_CHOICE = {"3.7.1": 48}.get(triton.__version__, 16)
 BY_DEFAULT = {("int4", "sm90")}
-SPILLS = {("nvfp4", "sm90"): 80, ("k8v4", "sm90"): 112, ("k8v4", "sm80"): 224}  # with Triton 3.9.0; less with others
+# With Triton 3.9.0; less with others. Of k8v4 24 bytes are new since batches with and without `cu_seqlens_q` have one
+# kernel (2026-11-30): before and after the loop over tiles, which has an access less than before.
+SPILLS = {("nvfp4", "sm90"): 80, ("k8v4", "sm90"): 136, ("k8v4", "sm80"): 224}
+IN_LOOP = 31  # accesses of the stack in k8v4's loop over tiles
 CASES = [
     (kv_format, target) if (kv_format, target) in BY_DEFAULT else extended(kv_format, target)
     for kv_format in FORMATS
@@ -36,25 +39,36 @@ def test_decode_compiles_fits_and_does_not_spill(kv_format, target):
         assert target not in NO_SPILLS or kernel.spills <= SPILLS.get((kv_format, target), BY_CHOICE), kernel
 
 
+def decode_loop(features):
+    """Return the plan of a decode batch for sm90, and the instructions of its loop over tiles."""
+    cubins: list[bytes] = []
+    inspect = targets.inspect
+
+    def read(name, kernel, *others):
+        cubins.extend([kernel.asm["cubin"]] if name == "portable_kernel" else [])
+        return inspect(name, kernel, *others)
+
+    with mock.patch.object(targets, "inspect", read), compiling(TARGETS["sm90"]):
+        plan = launches.attend("decode, split", 128, features)
+    (loop,) = loops.attending({"cubin": cubins[0]})
+    return plan, loop
+
+
 def test_decode_in_four_bits_takes_fewer_instructions_than_in_eight():
     taken = {}
     for features in ("int4", "e4m3"):
-        cubins: list[bytes] = []
-        inspect = targets.inspect
-
-        def read(name, kernel, *others, cubins=cubins, inspect=inspect):
-            cubins.extend([kernel.asm["cubin"]] if name == "portable_kernel" else [])
-            return inspect(name, kernel, *others)
-
-        with mock.patch.object(targets, "inspect", read), compiling(TARGETS["sm90"]):
-            plan = launches.attend("decode, split", 128, features)
-        (loop,) = loops.attending({"cubin": cubins[0]})
+        plan, loop = decode_loop(features)
         config = plan.launch.config
         taken[features] = len(loop) * config.num_warps / config.block_n
         if features == "int4":
             assert (config.block_m, config.num_warps) == (8, 1)
             assert not loops.count_kinds(loop)["local memory"]
     assert taken["int4"] < 0.9 * taken["e4m3"], taken
+
+
+@pytest.mark.extended
+def test_the_loop_of_a_decode_of_k8v4_reaches_the_stack_no_more_than_before():
+    assert loops.count_kinds(decode_loop("k8v4")[1])["local memory"] <= IN_LOOP
 
 
 @pytest.mark.parametrize(("kv_format", "target"), CASES)
