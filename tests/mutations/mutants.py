@@ -352,6 +352,12 @@ IN_INTERPRETER = {
         "(whole > 1)",
         SCHEDULE + "equal_partitions_of_each_row_block_have_each_visible_tile_once[1-True]",
     ),
+    "MLA: barriers are used before they are ready": Mutant(
+        "kernels/gluon/pipeline.py",
+        "    wait(ready, 0)",
+        "    wait(ready, 1)",
+        "kernels/test_hopper_simulator.py::test_whole_sequences_of_latents_need_no_second_launch",
+    ),
     "MLA: a second launch where no sequence is cut": Mutant(
         "kernels/mla_hopper/runner.py",
         "and not decided.whole",
