@@ -18,9 +18,9 @@ NO_SPILLS = "sm80", "sm90"
 # Bytes that ptxas spills to fit one more program on an SM. 3.7.1 reads them once in a tile of k8v4.
 BY_CHOICE = {"3.7.1": 48}.get(triton.__version__, 16)
 BY_DEFAULT = {("int4", "sm90")}
-# With Triton 3.9.0; less with others. Of k8v4 24 bytes are new since batches with and without `cu_seqlens_q` have one
-# kernel (2026-11-30): before and after the loop over tiles, which has an access less than before.
-SPILLS = {("nvfp4", "sm90"): 80, ("k8v4", "sm90"): 136, ("k8v4", "sm80"): 224}
+# With Triton 3.9.0; less with others. Of k8v4, 24 bytes (sm80: 16) are new since batches with and without
+# `cu_seqlens_q` have one kernel (2026-11-30). On sm90 they are before and after the loop over tiles.
+SPILLS = {("nvfp4", "sm90"): 80, ("k8v4", "sm90"): 136, ("k8v4", "sm80"): 240}
 IN_LOOP = 31  # accesses of the stack in k8v4's loop over tiles
 CASES = [
     (kv_format, target) if (kv_format, target) in BY_DEFAULT else extended(kv_format, target)
