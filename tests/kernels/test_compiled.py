@@ -27,9 +27,9 @@ class Step:
     """A step with more sequences, tokens and keys than the step before. No two sizes of its tensors are equal."""
 
     def __init__(self, number: int, device: str, spec: quire.AttentionSpec = SPEC, queries: int = 1) -> None:
-        self.spec, self.queries, self.num_seqs, self.keys = spec, queries, 5 + number, 300 + 40 * number
+        self.spec, self.queries, self.num_seqs, self.keys = spec, queries, 5 + number, 600 + 40 * number
         self.tokens, self.device = self.num_seqs * queries, device
-        table = torch.randint(0, NUM_PAGES, (self.num_seqs, 31 + number), dtype=torch.int32, device=device)
+        table = torch.randint(0, NUM_PAGES, (self.num_seqs, 51 + number), dtype=torch.int32, device=device)
         table[:, :3] = table[:1, :3].clone()
         seq_lens = torch.randint(70, self.keys + 1, (self.num_seqs,), dtype=torch.int32, device=device)
         starts = torch.arange(self.num_seqs + 1, dtype=torch.int32, device=device) * queries
