@@ -27,7 +27,7 @@ from quire.kernels.hopper.variants import tokens_of_tile
 from quire.kernels.launch import kernels_of
 from quire.kernels.portable.variants import configs_of as portable_configs
 from quire.kernels.shared_prefix.launch import levels_of
-from quire.kernels.work import lens_of, scenarios, work_of
+from quire.kernels.work import lens_of, scenarios, tiles_of_sequence, units_of_band, work_of
 from quire.launch_codec import decode, decode_options
 from quire.plan import decide, decide_launch
 from quire.targets import TARGETS
@@ -182,6 +182,36 @@ def test_more_bytes_products_and_partials_take_longer():
                 for field in ("tiles", "nbytes", "items"):
                     more = work._replace(**{field: 1.5 * getattr(work, field)})
                     assert micros(more, numbers) >= micros(work, numbers) > 0, (launch, field)
+
+
+def test_row_blocks_are_counted_as_the_kernel_packs_rows():
+    for group, queries, rows in itertools.product((1, 3, 5, 6, 7, 12, 24), (1, 2, 5, 40), (16, 64)):
+        blocks, tiles, most = tiles_of_sequence((1 << 30, 0), queries, 640 + queries, rows / group, 64)
+        assert blocks == -(-queries * group // rows)
+        assert 10 <= most <= 11 and blocks * 10 <= tiles <= blocks * 12
+
+
+def test_tiles_of_a_window_are_those_that_hold_a_key_of_it():
+    for left, queries, keys, size in itertools.product((0, 19, 63, 200), (1, 2, 7), (7, 64, 357, 1000), (16, 64)):
+        first = max(0, keys - queries - left)  # key that the first query sees
+        tiles = {key // size for key in range(first, keys)}
+        assert units_of_band((left, 0), queries, keys, size) == len(tiles)
+        assert tiles_of_sequence((left, 0), queries, keys, 16, size) == (1, len(tiles), len(tiles))
+
+
+def test_a_tile_of_fewer_columns_takes_as_much_less_time():
+    numbers = Numbers(2.0, 1.0, 5.0, 2.0, 0.0, 1.0, 0.05, 0.3)
+    for kernel, columns, share in (
+        ("portable", (32, 512), 0.56),
+        ("portable", (176, 176), 1.0),
+        ("hopper", (176, 176), 0.78),
+    ):
+        spec = quire.AttentionSpec(num_q_heads=16, num_kv_heads=4, head_dim=columns[0], head_dim_v=columns[1])
+        request = Request(spec, 9, True, Bounds(8, 3000, 72), PROPERTIES)
+        for launch in choose.variants(request, Options(kernel=kernel))[0].values():
+            work = work_of(launch, lens_of(request))
+            assert work.width == pytest.approx(share, abs=0.01)
+            assert micros(work, numbers) < micros(work._replace(width=1.01), numbers)
 
 
 def test_the_user_s_decision_trees_are_refused(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ class Work(NamedTuple):
     partials: float = 0.0  # of the row block that has the most
     partial_bytes: float = 0.0  # written, and read again
     loads: float = 0.0  # µs that an SM takes for the loads of a tile at least
+    width: float = 1.0  # of a tile, over that for which the numbers are
 
 
 class Numbers(NamedTuple):
@@ -50,7 +51,7 @@ def times(numbers: Numbers, factors: Numbers) -> Numbers:
 def micros(work: Work, numbers: Numbers) -> float:
     """Return the µs that a launch is predicted to take."""
     launch, item, tile, sm_tile, megabyte, combine, partial, partial_megabyte = numbers
-    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes, loads = work
+    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes, loads, width = work
     if programs <= 0:
         return launch
     rounds, share, mean = programs / slots, programs / sms, tiles / programs
@@ -58,8 +59,8 @@ def micros(work: Work, numbers: Numbers) -> float:
     # counts. Of unequal ones, others fill the gaps.
     equal = min(1.0, mean / longest) if longest else 0.0
     rounds, share = (number + (math.ceil(number) - number) * equal for number in (rounds, share))
-    path = max(longest * tile, rounds * mean * tile) + max(1.0, rounds) * items / programs * item
-    products, memory = share * mean * max(sm_tile, loads), nbytes * megabyte / 1048576
+    path = max(longest, rounds * mean) * width * tile + max(1.0, rounds) * items / programs * item
+    products, memory = share * mean * max(width * sm_tile, loads), nbytes * megabyte / 1048576
     power = POWER if slots > sms else POWER_ALONE  # one program waits for bytes before it multiplies
     time = launch + (max(path, products) ** power + memory**power) ** (1 / power)
     if partials:

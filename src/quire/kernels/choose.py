@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from quire.dispatch.config import HopperConfig, padded
+from quire.dispatch.config import HopperConfig
 from quire.dispatch.constants import CHOICES, constants_of
 from quire.dispatch.predict import Numbers, micros, times
 from quire.dispatch.request import Options, Request
@@ -26,7 +26,7 @@ from quire.kernels.mla_hopper import variants as mla_hopper
 from quire.kernels.mla_hopper.launch import MLAHopperLaunch
 from quire.kernels.portable import variants as portable
 from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.work import Lens, decoded_bytes, guess, lens_of, scenarios, work_of
+from quire.kernels.work import Lens, columns_of_kind, decoded_bytes, guess, lens_of, scenarios, work_of
 from quire.spec import AttentionSpec
 
 # As `plan(kernel=...)` names them:
@@ -34,7 +34,6 @@ FAMILIES = "mla_hopper", "mla", "hopper", "decoded", "portable", "chosen_hopper"
 CHOSEN, NONE_CHOSEN = ("chosen_hopper", "chosen"), "batches without chosen keys"
 # Those for Hopper GPUs, and the families of their fallbacks:
 FAST = {"mla_hopper": "mla", "hopper": "portable", "decoded": "portable"}
-WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 # Of plans that share prefixes, as an H200 took them (docs/results/intervals_h200.md):
 SMALL_LAUNCHES = 6.5  # µs of the launches that find the own keys of each sequence and that combine states
 FROM_CACHE = 1.7  # keys that another sequence reads too come from L2, so many times as fast as from memory
@@ -254,8 +253,7 @@ CHOICES.append(numbers_of_kind)
 
 def kind_of(spec: AttentionSpec, batch_invariant: bool = False) -> str:
     """Return which numbers a spec's variants have: columns of heads, how caches store, and whose bits are fixed."""
-    width = max(padded(spec.head_dim), padded(spec.head_dim_v))
-    columns = "latents" if spec.latent else str(next((most for most in WIDTHS if width <= most), WIDTHS[-1]))
+    columns = "latents" if spec.latent else str(columns_of_kind(spec))
     stored = spec.kv_format or spec.kv_dtype.itemsize
     return f"{columns} {spec.dtype.itemsize}/{stored}{' invariant' * batch_invariant}"
 

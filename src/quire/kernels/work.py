@@ -8,6 +8,7 @@ from quire.dispatch.predict import Numbers, Work
 from quire.dispatch.request import Request, cdiv
 from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
+from quire.kernels.hopper.variants import MAX_PART_COLUMNS
 from quire.kernels.launch import Launch
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.portable.launch import PortableLaunch
@@ -15,6 +16,9 @@ from quire.kernels.portable.variants import min_partition_tiles
 from quire.spec import AttentionSpec
 
 Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences have them
+WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
+PANEL = 64  # columns of a tile of the Hopper kernel are a multiple of it
+SCORES = 64  # columns that take as long as what a tile takes whatever its columns are: scores, masks, addresses
 EQUAL, RAGGED, SKEWED = 1.0, 0.2, 0.05  # how much scenarios of batches count that aren't ragged
 MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
@@ -68,23 +72,31 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
 
 @lru_cache(maxsize=4096)
 def tiles_of_sequence(
-    window: tuple[int, int], queries: int, keys: int, block: int, block_n: int
+    window: tuple[int, int], queries: int, keys: int, block: float, block_n: int
 ) -> tuple[int, float, float]:
-    """Return a sequence's row blocks of so many tokens, the tiles of all, and those of the one that sees the most."""
+    """Return a sequence's row blocks of so many tokens, the tiles of all, and those of the one that sees the most.
+
+    A row block may begin and end within the heads of a token, and have a fraction of its rows.
+    """
     left, right = window
-    blocks = max(1, cdiv(queries, block))
+    blocks = max(1, math.ceil(round(queries / block, 9)))
     before = keys - queries
-    most = min(keys, left + right + min(block, queries))
+    most = min(keys, left + right + min(math.ceil(block), queries))
     if right or blocks == 1:  # each row block sees as many keys
-        tiles = cdiv(most, block_n)
+        tiles = units_of_band(window, min(math.ceil(block), queries), keys, block_n)
         return blocks, float(blocks * tiles), float(tiles)
-    # Row block i sees before + (i + 1) * block keys, or those of the window; half a tile more, on average.
+    # Row block i sees before + (i + 1) * block keys, or those of the window; half a tile more, on average, and a whole
+    # one where the first key isn't the sequence's.
     first = min(before + block, most)
-    seen = (first + most) / 2
-    if first < most < keys:  # the first ones see fewer keys than the window has
-        grows = (most - first) / block
-        seen = (grows * seen + (blocks - grows) * most) / blocks if grows < blocks else seen
-    return blocks, blocks * (seen / block_n + 0.5), float(cdiv(most, block_n))
+    grows = min(blocks, (most - first) / block)  # row blocks that see fewer keys than the window has
+    share = grows / blocks if most < keys else 1.0
+    seen = share * (first + most) / 2 + (1 - share) * most
+    return blocks, blocks * (seen / block_n + 1 - share / 2), float(cdiv(most, block_n) + (most < keys))
+
+
+def units_of_band(window: tuple[int, int], queries: int, keys: int, unit: int) -> int:
+    """Return the units of so many keys that hold a key which the last queries of a sequence see."""
+    return max(1, cdiv(keys, unit) - max(0, keys - queries - sum(window)) // unit)
 
 
 @lru_cache(maxsize=8)
@@ -106,25 +118,40 @@ def decoded_bytes(launch: DecodedLaunch, lens: Lens) -> float:
 
 def work_of(launch: Launch, lens: Lens) -> Work:
     """Return what a launch does for sequences of some lengths."""
-    if isinstance(launch, HopperLaunch):
-        return work_of_hopper(launch, lens)
     if isinstance(launch, MLAHopperLaunch):
         return work_of_latents(launch, lens)
+    if isinstance(launch, HopperLaunch):
+        return work_of_hopper(launch, lens)._replace(width=width_of(launch))
     assert isinstance(launch, PortableLaunch), launch
     if launch.decode is not None:
         lens = tuple(found for found in lens if found[0] >= launch.min_queries) or lens[:1]
-    return work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
+    work = work_of_partitions(launch, lens) if launch.num_partitions else work_of_blocks(launch, lens)
+    return work if launch.request.spec.latent else work._replace(width=width_of(launch))
+
+
+def columns_of_kind(spec: AttentionSpec) -> int:
+    """Return the columns of the heads whose numbers a spec has: the least of `WIDTHS` in which its own fit."""
+    width = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    return next((most for most in WIDTHS if width <= most), WIDTHS[-1])
+
+
+def width_of(launch: HopperLaunch | PortableLaunch) -> float:
+    """Return the time of a tile of keys and values, over that of heads for which its kind has numbers."""
+    spec = launch.request.spec
+    most = columns_of_kind(spec)
+    if isinstance(launch, PortableLaunch):
+        return (SCORES + launch.config.block_d + launch.config.block_dv) / (SCORES + 2 * most)
+    panels = cdiv(spec.head_dim, PANEL) + cdiv(launch.part_width, PANEL)
+    return (SCORES + panels * PANEL) / (SCORES + most + min(most, MAX_PART_COLUMNS))
 
 
 def row_blocks(launch: PortableLaunch, lens: Lens) -> tuple[int, float, float]:
     """Return the row blocks of a KV head, the tiles of all, and the most of any."""
     spec, config = launch.request.spec, launch.config
-    group, rows = spec.group_size, config.block_m
-    blocks, tiles, longest = 0, 0.0, 0.0
+    tokens, blocks, tiles, longest = config.block_m / spec.group_size, 0, 0.0, 0.0
     for queries, keys, count in lens:
-        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, max(1, rows // group), config.block_n)
-        parts = 1 if group <= rows else cdiv(group, rows)  # row blocks of a query's heads
-        blocks, tiles, longest = blocks + number * parts * count, tiles + of_seq * parts * count, max(longest, most)
+        number, of_seq, most = tiles_of_sequence(spec.window, queries, keys, tokens, config.block_n)
+        blocks, tiles, longest = blocks + number * count, tiles + of_seq * count, max(longest, most)
     return blocks, tiles, longest
 
 
@@ -142,11 +169,11 @@ def units_of(launch: PortableLaunch, lens: Lens) -> list[tuple[int, int, int]]:
 
     As the schedule counts them: of tiles, or of splits of the fixed size, and all row blocks of a sequence alike.
     """
-    (left, right), (group, rows) = launch.window, launch.rows_of_partition
+    group, rows = launch.rows_of_partition
     unit, found = launch.fixed_split_size or launch.config.block_n, []
     for queries, keys, count in lens:
-        units = cdiv(min(keys, left + right + queries), unit)
-        found.append((max(1, units), max(1, cdiv(queries * group, rows)), count))
+        units = units_of_band(launch.window, queries, keys, unit)
+        found.append((units, max(1, cdiv(queries * group, rows)), count))
     return found
 
 

@@ -176,13 +176,13 @@ def after(decode: PortableLaunch, lens: Lens, may_be: list[tuple[float, Lens]]) 
 def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Return what `quire.dispatch.predict.micros` does, for many rows of `Work`."""
     launch, item, tile, sm_tile, megabyte, combine, partial, partial_megabyte = numbers
-    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes, loads = works.T
+    slots, sms, programs, items, tiles, longest, nbytes, partials, partial_bytes, loads, width = works.T
     programs = np.maximum(programs, 1e-9)
     rounds, share, mean = programs / slots, programs / sms, tiles / programs
     equal = np.minimum(1.0, mean / np.maximum(longest, 1e-9))
     rounds, share = (number + (np.ceil(number) - number) * equal for number in (rounds, share))
-    path = np.maximum(longest * tile, rounds * mean * tile) + np.maximum(1.0, rounds) * items / programs * item
-    products, memory = share * mean * np.maximum(sm_tile, loads), nbytes * megabyte / 1048576
+    path = np.maximum(longest, rounds * mean) * width * tile + np.maximum(1.0, rounds) * items / programs * item
+    products, memory = share * mean * np.maximum(width * sm_tile, loads), nbytes * megabyte / 1048576
     power = np.where(slots > sms, POWER, POWER_ALONE)
     time = launch + (np.maximum(path, products) ** power + memory**power) ** (1 / power)
     return time + (partials > 0) * (combine + partials * partial + partial_bytes * partial_megabyte / 1048576)
