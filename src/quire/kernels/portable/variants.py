@@ -33,7 +33,7 @@ CONFIGS: dict[int, dict[int, str]] = {
     },
     2: {
         64: "16x64 w4 s3 p3 wj/wj, 16x128 w4 s3 p2 wj/j, 64x64 w4 s3u p2 //wj",
-        128: "16x32 w4 s3 p2 w/, 16x64 w4 s3 p2 wj/wj, 64x64 w4 s3 p2 /j/j, 128x64 w8 s3u p1 //w",
+        128: "16x32 w4 s3 p2 w/, 16x64 w4 s3 p2 wj/wj, 16x128 w4 s2 p2 /, 64x64 w4 s3 p2 /j/j, 128x64 w8 s3u p1 //w",
         256: "16x32 w4 s3 p2 wj/wj, 16x64 w4 s3 p1 wj/wj, 128x32 w8 s3u p1 //w",
         512: "16x32 w8 s3 p1 wj/wj, 16x16 w4 s3 p2 wj/wj, 32x32 w8 s2u p1 //w",
     },
