@@ -48,6 +48,30 @@ def test_the_space_is_covered():
     assert {case.kind for case in drawn} == {"decode", "drafts", "prefill", "chunk", "mixed"}
 
 
+def test_batches_of_models_are_drawn_as_a_server_may_have_them():
+    drawn = grid.draw_served(300, 3)
+    assert drawn[:40] == grid.draw_served(40, 3) != grid.draw_served(40, 4)
+    assert all(case.name.startswith(f"grid models 3/{i}: ") for i, case in enumerate(drawn, start=1))
+    assert {case.model for case in drawn} == set(grid.SERVED)
+    assert {case.page_size for case in drawn} == {16, 32, 64, 128}
+    decoding = [case for case in drawn if case.kind == "decode"]
+    assert 150 < len(decoding) < 230 and all(set(case.query_lens) == {1} for case in decoding)
+    assert max(len(case.lens) for case in decoding) > 200 and max(max(case.seq_lens) for case in decoding) > 20_000
+    assert all(1 < max(case.query_lens) <= 6 for case in drawn if case.kind == "drafts")
+    assert all(case.query_lens == case.seq_lens for case in drawn if case.kind == "prefill")
+    assert all(1 in case.query_lens and max(case.query_lens) > 1 for case in drawn if case.kind == "mixed")
+    for case in drawn:
+        assert sum(case.seq_lens) * case.spec.bytes_per_token <= grid.MOST_BYTES
+
+
+def test_batches_of_models_need_a_grid(capsys):
+    for wrong in (["--models"], ["--grid", "3", "--latents", "--models"]):
+        assert main(["bench", "roofline", *wrong]) == 2
+        assert "--models must be given with --grid, and without --latents" in capsys.readouterr().err
+    assert main(["bench", "roofline", "--grid", "3", "--seed", "4", "--models"]) == 0
+    assert "grid models 4/3" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_the_space_of_latents_is_covered():
     drawn = draw(400, 3, latents=True)
     assert drawn[:40] == draw(40, 3, latents=True) and drawn[0] != draw(1, 3)[0]

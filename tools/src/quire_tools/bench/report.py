@@ -230,7 +230,8 @@ def describe_ranges(rows: Sequence[RangeRow]) -> str:
 
 def describe_grid(grid: Grid) -> str:
     """Return which cases were drawn, as a heading."""
-    return f"{grid.count} cases {'over latents ' if grid.latents else ''}drawn at random, seed {grid.seed}"
+    of_space = {"latents": "over latents ", "models": "of models "}.get(grid.space, "")
+    return f"{grid.count} cases {of_space}drawn at random, seed {grid.seed}"
 
 
 def describe_run(report: Report) -> str:

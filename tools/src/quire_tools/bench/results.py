@@ -177,11 +177,18 @@ class Grid:
         count: how many were asked for.
         seed: of the random numbers.
         latents: whether they are over latents.
+        models: whether they are batches of models.
     """
 
     count: int
     seed: int
     latents: bool = False
+    models: bool = False
+
+    @property
+    def space(self) -> str:
+        """From which space they were drawn, in a word; "" for the whole one."""
+        return "latents" if self.latents else "models" if self.models else ""
 
 
 @dataclass(kw_only=True)

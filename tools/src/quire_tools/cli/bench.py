@@ -45,6 +45,7 @@ RUN_EXAMPLES = """  quire bench run --quick               # a dozen cases, a min
   quire bench run --trace requests.csv  # rows of prompt tokens, output tokens
   quire bench run --grid 60 --seed 1    # cases drawn at random: how the ratios are distributed, and the worst
   quire bench run --grid 60 --latents   # the same, over latents
+  quire bench run --grid 60 --models    # batches of models, as a server may have them
   quire bench run --guard docs/results/h200_floors.json
   quire bench run --as sm86 --output sm86/   # the code that an older card gets, on this GPU
 """
@@ -200,7 +201,7 @@ def measure_cases(args: argparse.Namespace, console: "CommandConsole") -> int:
     folder = args.output
     check_folder("--output", folder)
     seconds = args.seconds or (0.15 if args.quick or args.grid else 0.4)
-    drawn = Grid(args.grid, args.seed or 0, args.latents) if args.grid else None
+    drawn = Grid(args.grid, args.seed or 0, args.latents, args.models) if args.grid else None
     earlier: list[Row] = []
     if args.continued:
         earlier = rows_so_far(folder, drawn)
@@ -324,7 +325,7 @@ def rows_so_far(folder: Path, drawn: "Grid | None") -> "list[Row]":
         raise CommandError(
             f"--continue must go on with a run on {device}, got one on {before.provenance.title}; name another folder"
         )
-    seeds = [grid and f"{'latents ' if grid.latents else ''}{grid.seed}" for grid in (before.grid, drawn)]
+    seeds = [grid and f"{grid.space} {grid.seed}".strip() for grid in (before.grid, drawn)]
     if seeds[0] != seeds[1]:
         raise CommandError(
             f"--continue must go on with a run of the same seed, got {seeds[0]} there and {seeds[1]} here; "

@@ -32,6 +32,9 @@ def add_cases(parser: argparse.ArgumentParser, what: str) -> None:
         "--trace", type=Path, metavar="FILE", help="cases from a CSV file of prompt and output tokens instead"
     )
     add_grid(group, what, sources)
+    group.add_argument(
+        "--models", action="store_true", help="with --grid: batches of models, as a server may have them"
+    )
     group.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains this")
     group.add_argument(
         "--model",
@@ -79,10 +82,16 @@ def config_fields(text: str) -> dict[str, int | bool]:
 def choose_cases(args: argparse.Namespace) -> list[Case]:
     """Return the cases that the options of `add_cases` ask for."""
     check_seed(args)
+    if args.models and (args.grid is None or args.latents):
+        raise CommandError("--models must be given with --grid, and without --latents; add --grid N")
     if args.trace:
         cases = cases_of_trace(args.trace, args.model)
     elif args.grid:
-        cases = grid.draw(args.grid, args.seed or 0, latents=args.latents)
+        seed = args.seed or 0
+        if args.models:
+            cases = grid.draw_served(args.grid, seed)
+        else:
+            cases = grid.draw(args.grid, seed, latents=args.latents)
     else:
         cases = workloads.cases(["quick"] if args.quick else args.set, args.only)
     cases = [case for case in cases if args.only in case.name]
