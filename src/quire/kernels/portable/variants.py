@@ -22,7 +22,8 @@ from quire.spec import AttentionSpec
 # Rows x keys, warps, stages ("u": full tiles have a loop of their own), programs of an SM; and the uses that were best
 # somewhere on a Hopper GPU, by their first letters: of batches of one query each, after the slash of others, and after
 # a second one of those that the Hopper kernel doesn't serve, where they differ. Tiles of more than 16 rows have no uses
-# of the first kind. By the bytes of a cached number and the columns of a head, padded; the first that is not smaller.
+# of the first kind, and those without uses are for GPUs on which nothing was swept.
+# By the bytes of a cached number and the columns of a head, padded; the first that is not smaller.
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
         64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 w/wj, 16x128 w4 s3 p3 j/, 64x128 w4 s3u p2 /wj",
