@@ -55,7 +55,7 @@ ROTATIONS = (
     NORM_ROPE + "positions_outside_of_the_table_are_clamped",
     NORM_ROPE + "columns_that_are_not_rotated_keep_their_bits",
 )
-DECISIONS = "test_dispatch.py", "test_service.py"
+DECISIONS = "test_dispatch.py", "test_variants.py", "test_service.py"
 RIGHT_CALLS = "test_bad_input.py::test_the_calls_are_right_before_anything_is_replaced"
 # A file belongs to the first group whose pattern it matches.
 GROUPS = {
