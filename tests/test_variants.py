@@ -104,8 +104,49 @@ def test_what_is_listed_for_a_device_fits_it_as_it_is(target):
             assert all(each.block_d >= head_dim and each.block_dv >= head_dim_v for each in found.values())
 
 
-def test_decoding_sequences_beside_prompts_have_few_rows_and_a_program_for_each_multiprocessor():
-    device, spec = TARGETS["sm80"].properties, quire.AttentionSpec(**LLAMA, head_dim=128)
+def test_a_head_has_the_tiles_of_its_wider_columns():
+    for device, (narrow, wide) in itertools.product((SM90, DEVICES[2]), ((16, 64), (64, 128), (128, 512))):
+        both = [quire.AttentionSpec(**LLAMA, head_dim=wide, head_dim_v=each) for each in (narrow, wide)]
+        assert portable.entries_of(both[0], device) == portable.entries_of(both[1], device)
+
+
+def test_a_tile_may_be_listed_for_batches_of_one_query_each_alone():
+    spec = quire.AttentionSpec(**LLAMA, head_dim=128)
+    own, others = (portable.uses_listed(spec, SM90, one_each, True) for one_each in (True, False))
+    low = [name for name, config in portable.configs_of(spec, SM90).items() if config.block_m <= 16]
+    assert {name for name in low if own[name]} > {name for name in low if others[name]} > set()
+    tall = [name for name in own if name not in low]
+    assert tall and all(own[name] == others[name] for name in tall)
+
+
+def test_taller_tiles_of_batch_invariant_plans_have_as_many_stages_as_fit():
+    seen = set()
+    for device, head_dim in itertools.product(DEVICES, (64, 128, 256)):
+        spec = quire.AttentionSpec(**LLAMA, head_dim=head_dim)
+        first, *taller = portable.invariant_configs(spec, device).values()
+        for config in taller:
+            seen.add(config.num_stages)
+            room = device.shared_memory - 4 * config.block_m * config.block_dv
+            assert config.shared_memory(spec, device) <= room
+            if config.num_stages < first.num_stages:
+                assert replace(config, num_stages=config.num_stages + 1).shared_memory(spec, device) > room
+    assert len(seen) > 1
+
+
+def test_a_section_has_the_same_number_of_kv_heads_as_the_others():
+    found = set()
+    for kv_heads, tokens in itertools.product((6, 16, 20, 27), (300, 20_000)):
+        spec = quire.AttentionSpec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
+        request = Request(spec, 2, True, Bounds(tokens, tokens, 2 * tokens), SM90)
+        sections = {launch.section_heads for launch in variants(request, Options(kernel="hopper"))[0].values()}
+        assert all(heads is None or kv_heads % heads == 0 for heads in sections)
+        found |= sections
+    assert found > {None}
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_decoding_sequences_beside_prompts_have_few_rows_and_a_program_for_each_multiprocessor(head_dim):
+    device, spec = TARGETS["sm80"].properties, quire.AttentionSpec(**LLAMA, head_dim=head_dim)
     request = Request(spec, 40, True, Bounds(2000, 4096, 4000), device)
     found = variants(request, Options())[0]
     mixed = {name: launch for name, launch in found.items() if name.endswith("mixed")}
