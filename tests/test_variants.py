@@ -135,8 +135,8 @@ def test_taller_tiles_of_batch_invariant_plans_have_as_many_stages_as_fit():
 
 def test_a_section_has_the_same_number_of_kv_heads_as_the_others():
     found = set()
-    for kv_heads, tokens in itertools.product((6, 16, 20, 27), (300, 20_000)):
-        spec = quire.AttentionSpec(num_q_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
+    for kv_heads, tokens in itertools.product((16, 33, 40, 51), (300, 20_000)):
+        spec = quire.AttentionSpec(num_q_heads=2 * kv_heads, num_kv_heads=kv_heads, head_dim=128)
         request = Request(spec, 2, True, Bounds(tokens, tokens, 2 * tokens), SM90)
         sections = {launch.section_heads for launch in variants(request, Options(kernel="hopper"))[0].values()}
         assert all(heads is None or kv_heads % heads == 0 for heads in sections)
