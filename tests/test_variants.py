@@ -79,7 +79,7 @@ def test_short_sequences_are_not_cut_and_long_ones_may_be():
 
 
 def test_equal_splits_fill_the_device_once():
-    for tokens, keys, heads in itertools.product((9, 64, 300), (1100, 2000, 60_000), (1, 8)):
+    for tokens, keys, heads in itertools.product((9, 40, 64, 300), (1100, 2000, 60_000), (1, 8)):
         spec = quire.AttentionSpec(num_q_heads=4 * heads, num_kv_heads=heads, head_dim=128)
         request = Request(spec, 1, True, Bounds(tokens, keys, tokens), SM90)
         for launch in variants(request, Options(kernel="hopper"))[0].values():
@@ -179,8 +179,8 @@ def test_batch_invariant_latents_have_room_for_a_state_on_every_device():
             state = 4 * config.block_m * config.block_dv if invariant else 0
             least = config.block_n == 16 and config.num_stages <= 2
             assert config.shared_memory(spec, device) + state <= device.shared_memory or least, (device, invariant)
-    small, large = (mla.configs_of(spec, device, True) for device in (DEVICES[1], SM90))
-    assert small != large
+    small, large = (next(iter(mla.configs_of(spec, device, True).values())) for device in (DEVICES[1], SM90))
+    assert small.block_n * small.num_stages < large.block_n * large.num_stages
 
 
 @pytest.mark.parametrize("changes", [{"softcap": 30.0}, {"sinks": True}, {"alibi": True}, {"dtype": torch.float32}])
