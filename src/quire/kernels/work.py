@@ -334,10 +334,15 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
 
 
 def guess(launch: Launch) -> Numbers:
-    """Return numbers of a launch of which nothing was measured: floors of bytes and products, and usual latencies."""
+    """Return numbers of a launch of which nothing was measured: floors of bytes and products, and usual latencies.
+
+    They are of heads of as many columns as its kind has numbers for, as measured ones are.
+    """
     request, spec = launch.request, launch.request.spec
     device, size = request.device, request.spec.dtype.itemsize
     rows, keys, columns = 64, TILE, padded(spec.head_dim) + padded(spec.head_dim_v)
+    if not spec.latent:
+        columns = 2 * columns_of_kind(spec)
     if isinstance(launch, HopperLaunch):
         rows, keys = 64 * launch.config.num_warpgroups, launch.config.block_n
     elif isinstance(launch, PortableLaunch):
