@@ -195,7 +195,7 @@ def test_tiles_of_a_window_are_those_that_hold_a_key_of_it():
     for left, queries, keys, size in itertools.product((0, 19, 63, 200), (1, 2, 7), (7, 64, 357, 1000), (16, 64)):
         first = max(0, keys - queries - left)  # key that the first query sees
         tiles = {key // size for key in range(first, keys)}
-        assert units_of_band((left, 0), queries, keys, size) == len(tiles)
+        assert units_of_band(left, queries, keys, size) == len(tiles)
         assert tiles_of_sequence((left, 0), queries, keys, 16, size) == (1, len(tiles), len(tiles))
 
 

@@ -74,16 +74,20 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
 def tiles_of_sequence(
     window: tuple[int, int], queries: int, keys: int, block: float, block_n: int
 ) -> tuple[int, float, float]:
-    """Return a sequence's row blocks of so many tokens, the tiles of all, and those of the one that sees the most.
+    """Return how many row blocks a sequence has, the tiles of them all, and the most tiles that one of them sees.
 
-    A row block may begin and end within the heads of a token, and have a fraction of its rows.
+    Args:
+        window: how far a query sees, as `AttentionSpec.window` has it.
+        queries, keys: of the sequence.
+        block: query tokens of a row block; a fraction if a row block may begin between two heads of a token.
+        block_n: keys of a tile.
     """
     left, right = window
     blocks = max(1, math.ceil(round(queries / block, 9)))
     before = keys - queries
     most = min(keys, left + right + min(math.ceil(block), queries))
     if right or blocks == 1:  # each row block sees as many keys
-        tiles = units_of_band(window, min(math.ceil(block), queries), keys, block_n)
+        tiles = units_of_band(left + right, min(math.ceil(block), queries), keys, block_n)
         return blocks, float(blocks * tiles), float(tiles)
     # Row block i sees before + (i + 1) * block keys, or those of the window; half a tile more, on average, and a whole
     # one where the first key isn't the sequence's.
@@ -94,9 +98,9 @@ def tiles_of_sequence(
     return blocks, blocks * (seen / block_n + 1 - share / 2), float(cdiv(most, block_n) + (most < keys))
 
 
-def units_of_band(window: tuple[int, int], queries: int, keys: int, unit: int) -> int:
-    """Return the units of so many keys that hold a key which the last queries of a sequence see."""
-    return max(1, cdiv(keys, unit) - max(0, keys - queries - sum(window)) // unit)
+def units_of_band(before: int, queries: int, keys: int, unit: int) -> int:
+    """Return how many units hold a key that the last queries of a sequence see, each with `before` keys before it."""
+    return max(1, cdiv(keys, unit) - max(0, keys - queries - before) // unit)
 
 
 @lru_cache(maxsize=8)
@@ -130,7 +134,7 @@ def work_of(launch: Launch, lens: Lens) -> Work:
 
 
 def columns_of_kind(spec: AttentionSpec) -> int:
-    """Return the columns of the heads whose numbers a spec has: the least of `WIDTHS` in which its own fit."""
+    """Return the columns of the widest heads that share a spec's numbers: the least of `WIDTHS` that fits."""
     width = max(padded(spec.head_dim), padded(spec.head_dim_v))
     return next((most for most in WIDTHS if width <= most), WIDTHS[-1])
 
@@ -172,7 +176,7 @@ def units_of(launch: PortableLaunch, lens: Lens) -> list[tuple[int, int, int]]:
     group, rows = launch.rows_of_partition
     unit, found = launch.fixed_split_size or launch.config.block_n, []
     for queries, keys, count in lens:
-        units = units_of_band(launch.window, queries, keys, unit)
+        units = units_of_band(launch.window[0], queries, keys, unit)
         found.append((units, max(1, cdiv(queries * group, rows)), count))
     return found
 
@@ -336,13 +340,12 @@ def work_of_latents(launch: MLAHopperLaunch, lens: Lens) -> Work:
 def guess(launch: Launch) -> Numbers:
     """Return numbers of a launch of which nothing was measured: floors of bytes and products, and usual latencies.
 
-    They are of heads of as many columns as its kind has numbers for, as measured ones are.
+    Like measured numbers, they are of the widest heads of their kind (`columns_of_kind`).
     """
     request, spec = launch.request, launch.request.spec
     device, size = request.device, request.spec.dtype.itemsize
-    rows, keys, columns = 64, TILE, padded(spec.head_dim) + padded(spec.head_dim_v)
-    if not spec.latent:
-        columns = 2 * columns_of_kind(spec)
+    rows, keys = 64, TILE
+    columns = padded(spec.head_dim) + padded(spec.head_dim_v) if spec.latent else 2 * columns_of_kind(spec)
     if isinstance(launch, HopperLaunch):
         rows, keys = 64 * launch.config.num_warpgroups, launch.config.block_n
     elif isinstance(launch, PortableLaunch):

@@ -35,7 +35,7 @@ def draw_served(count: int, seed: int) -> list[Case]:
     while len(found) < count:
         name, kind = rng.choice(SERVED), rng.choice(KINDS)
         page_size, num_seqs = rng.choice(SERVED_PAGES), int(2 ** rng.uniform(0, 8))
-        spread, lens = draw_lens(rng, kind, num_seqs)
+        spread, lens = draw_served_lens(rng, kind, num_seqs)
         model, queries, keys = MODELS[name], [q for q, _ in lens], [s for _, s in lens]
         nbytes, flops = sum(keys) * model.num_kv_heads, sum(q * s for q, s in lens) * model.num_q_heads
         if nbytes * model.head_dim * 4 > MOST_BYTES or flops * model.head_dim * 4 > MOST_FLOPS:
@@ -47,7 +47,7 @@ def draw_served(count: int, seed: int) -> list[Case]:
     return found
 
 
-def draw_lens(rng: random.Random, kind: Kind, num_seqs: int) -> tuple[str, list[tuple[int, int]]]:
+def draw_served_lens(rng: random.Random, kind: Kind, num_seqs: int) -> tuple[str, list[tuple[int, int]]]:
     """Draw a batch of a kind: how lengths are spread, and the queries and keys of each sequence."""
     if kind == "decode":
         spread, keys = spread_lengths(rng, num_seqs, 14)
