@@ -26,11 +26,11 @@ from quire.spec import AttentionSpec
 # By the bytes of a cached number and the columns of a head, padded; the first that is not smaller.
 CONFIGS: dict[int, dict[int, str]] = {
     1: {
-        64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 w/wj, 16x128 w4 s3 p3 j/, 64x128 w4 s3u p2 /wj",
-        128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 /w, 16x128 w4 s3 p2 w/j, 16x128 w4 s3 p3 j/, 32x128 w4 s3 p2 /wj, "
-        "64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 /j/wj",
-        256: "16x64 w4 s3 p2 w/wj, 16x128 w4 s2 p2 wj/j, 128x32 w8 s3u p1 /wj",
-        512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
+        64: "16x64 w4 s3 p3 wj/wj, 16x128 w4 s3 p2 w/w, 16x128 w4 s3 p3 j/, 64x64 w4 s3u p2 /w/wj",
+        128: "16x32 w4 s3 p3 j/, 16x64 w4 s3 p2 w/w, 16x128 w4 s3 p2 wj/wj, 16x128 w4 s3 p3 j/, 32x128 w4 s3 p2 /wj, "
+        "64x32 w4 s3u p2 /w/, 64x64 w4 s3 p2 /j/j, 128x64 w8 s3u p1 //w",
+        256: "16x32 w4 s3 p2 wj/wj, 16x64 w4 s3 p2 wj/wj, 16x128 w4 s2 p2 j/j, 128x32 w8 s3u p1 //wj",
+        512: "16x32 w4 s3 p2 wj/wj, 16x32 w8 s3 p1 j/j, 32x32 w8 s2u p1 //w",
     },
     2: {
         64: "16x64 w4 s3 p3 wj/wj, 16x128 w4 s3 p2 wj/j, 64x64 w4 s3u p2 //wj",
@@ -44,24 +44,33 @@ CONFIGS: dict[int, dict[int, str]] = {
     },
 }
 # Below eight bits, instructions are the limit, and sequences of up to 8 rows have turned products (`panels.is_turned`).
-# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own.
+# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own. Others have these:
+BELOW_EIGHT_BITS = {
+    64: "16x128 w4 s3 p2 wj/wj, 64x128 w4 s3u p2 /wj",
+    128: "16x128 w4 s3 p2 wj/wj, 64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 //w",
+    256: "16x32 w4 s3 p2 wj/w, 16x128 w4 s2 p2 wj/wj, 128x32 w8 s3u p1 //w",
+    512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
+}
 TURNED = {
     64: "8x32 w1 s3 p16 wcj/wj, 8x64 w1 s3 p12 wcj/wj",
     128: "8x32 w1 s3 p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
     256: "8x32 w1 s3 p8 wcj/wj",
 }
 # With block scales, numbers take longer, and loads may be further ahead.
+IN_BLOCKS = BELOW_EIGHT_BITS | {
+    64: "16x32 w4 s1 p2 w/w, 16x128 w4 s3 p2 wj/wj, 64x64 w4 s3u p2 /w, 64x128 w4 s3u p2 /wj",
+    128: "16x32 w4 s1 p2 w/, 16x64 w4 s3 p2 wj/wj, 16x128 w4 s3 p2 wj/wj, 64x64 w4 s3 p2 /wj, 128x64 w8 s3u p1 //w",
+}
 TURNED_IN_BLOCKS = TURNED | {128: "8x32 w1 s5u p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj"}
-SPILLS = "32x128 w4 s3 p2 /wj, "  # of k8v4 1,216 bytes, so it takes eight times as long as its products
 
 
-def with_turned(of_bytes: dict[int, str], turned: dict[int, str] = TURNED) -> dict[int, str]:
-    """Return the configurations for numbers below eight bits, from those for bytes, by the columns of a head."""
-    return {width: f"{text}, {turned[width]}" if width in turned else text for width, text in of_bytes.items()}
+def with_turned(others: dict[int, str], turned: dict[int, str] = TURNED) -> dict[int, str]:
+    """Return the configurations for numbers below eight bits, by the columns of a head."""
+    return {width: f"{text}, {turned[width]}" if width in turned else text for width, text in others.items()}
 
 
-CONFIGS[0] = with_turned({width: text.replace(SPILLS, "") for width, text in CONFIGS[1].items()})
-CONFIGS[-1] = with_turned(CONFIGS[1], TURNED_IN_BLOCKS)
+CONFIGS[0] = with_turned(BELOW_EIGHT_BITS)
+CONFIGS[-1] = with_turned(IN_BLOCKS, TURNED_IN_BLOCKS)
 # Where all products are mma.sync's: the same of an H200 with the code for sm80, but that no kernel is for Hopper GPUs.
 OF_MMA_SYNC: dict[int, dict[int, str]] = CONFIGS | {
     1: CONFIGS[1]
