@@ -23,7 +23,7 @@ import quire
 from quire.cache_formats import FORMATS as KV_FORMATS
 from quire.dispatch.config import KernelConfig
 from quire.dispatch.device import device_properties
-from quire.testing import Oracle, make_problem, unwritten, with_tensors
+from quire.testing import Oracle, make_problem, random_chosen, unwritten, with_tensors
 
 HEADS = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 CASES = (
@@ -67,10 +67,17 @@ LATENTS = (
     ({}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
     ({"kv_dtype": E4M3}, ((1, 2000), (5, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}),
 )
+CHOSEN = (  # parts of lists, and lists of neighbouring tokens that are united
+    (((1, 700), (3, 40), (1, 0)), {"width": 300, "counted": True}),
+    (((1100, 1300), (1, 90)), {"width": 150, "shared": 0.9}),
+)
 PRODUCTS = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.07, kv_dtype=E4M3, allow_fp8=True)
 ALL = [(quire.AttentionSpec(**HEADS | extra), *case, {}) for extra, *case in CASES]
 ALL += [(quire.AttentionSpec(**HEADS, kv_format=name), *case, {}) for name in KV_FORMATS for case in FORMATS]
 ALL += [(quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07, **extra), *case) for extra, *case in LATENTS]
+for lens, lists in CHOSEN:
+    kind = {"page_size": 64, "per_token": partial(random_chosen, **lists)}
+    ALL.append((quire.AttentionSpec.mla(num_q_heads=16, softmax_scale=0.07), lens, {"kernel": "chosen_hopper"}, kind))
 ALL.append((PRODUCTS, ((1, 9000), (2, 170), (1, 0)), {"kernel": "mla_hopper"}, {"page_size": 64}))
 ALL.append((quire.AttentionSpec(**HEADS), ((150, 300), (1, 90)), {"kernel": "hopper"}, {"page_size": 1}))
 for extra, page_size in (({"head_dim": 224}, 3), ({"head_dim": 192, "head_dim_v": 128}, 16)):  # one buffer of queries

@@ -209,6 +209,7 @@ def random_chosen(
     counted: bool = False,
     causal: bool = True,
     slots_of: int | None = None,
+    shared: float = 0.0,
     seed: int = 0,
 ) -> Batch:
     """Return the batch with random lists of chosen keys, for `make_problem(per_token=...)`.
@@ -224,6 +225,7 @@ def random_chosen(
         counted: say how many entries count; those after them are no keys.
         causal: name no key after the token's own block.
         slots_of: name slots, of pages of this many tokens, instead of positions.
+        shared: the share of its entries that a list has from the one of the token before.
         seed: of the random numbers.
 
     Examples:
@@ -248,6 +250,7 @@ def random_chosen(
     lens = torch.full((num_tokens, lists), width, dtype=torch.int32)
     starts = batch.query_starts.tolist()
     for seq, kv_len in enumerate(batch.seq_lens.tolist()):
+        before = [torch.empty(0, dtype=torch.int64)] * lists
         for token in range(starts[seq], starts[seq + 1]):
             end = max(0, kv_len - (starts[seq + 1] - 1 - token)) if causal else kv_len
             for i in range(lists):
@@ -256,7 +259,11 @@ def random_chosen(
                 room, blocks = int(lens[token, i]), -(-end // block_size)
                 most = min(room, blocks)
                 count = most if below(2) else below(most + 1)
-                entries = torch.randperm(max(blocks, 1), generator=generator)[:count]
+                entries = torch.randperm(max(blocks, 1), generator=generator)
+                if shared:
+                    kept = before[i][torch.rand(before[i].shape, generator=generator) < shared]
+                    entries = torch.cat((kept, entries[~torch.isin(entries, kept)]))
+                before[i] = entries = entries[:count]
                 if slots_of is not None:
                     row = batch.page_table[seq] if batch.cu_pages is None else batch.page_table[batch.cu_pages[seq] :]
                     first = entries * block_size

@@ -223,16 +223,16 @@ def test_nothing_compiles_for_chosen_keys_after_warmup(features, lists, second_c
 
     extra_cache = quire.PagedKVCache.empty(spec, 2, 16, layout=layout) if second_cache else None
     with compiling(without_compiler()) as compiled:
-        limits = {"max_num_seqs": 300, "max_num_tokens": 400, "max_seq_len": 2000}
+        limits = {"max_num_seqs": 300, "max_num_tokens": 1300, "max_seq_len": 2000}
         limits |= {"chosen": lists_of(1), "extra_chosen": extra_of(1)}
         quire.warmup(spec, cache, **limits, extra_cache=extra_cache)
         kernels = {"chosen_kernel" if features is None else "chosen_latents_kernel", "combine_chosen_kernel"}
         if features in ("bfloat16", "records") and "are_slots" in lists and not second_cache:  # of 512 + 64 columns
-            kernels = {"chosen_hopper_kernel", "combine_lists_kernel"}
+            kernels = {"chosen_hopper_kernel", "combine_lists_kernel", "unite_lists_kernel"}
         assert kernels < {c.kernel for c in compiled}
         size = quire.workspace_size(spec, **limits, device=cache.device)
         with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
-            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((64, 2000),), ((1, 7),) * 299):
+            for lens in (((1, 5),), ((1, 1999), (1, 3)), ((3, 90), (1, 1)), ((64, 2000),), ((1, 7),) * 299, ((1200, 2000),)):
                 q_lens, seq_lens = zip(*lens, strict=True)
                 lengths, num_tokens = torch.tensor(seq_lens, dtype=torch.int32), sum(q_lens)
                 one_each = (None,) if max(q_lens) == 1 else ()

@@ -24,7 +24,7 @@ def mla(num_q_heads=16, **fields):
 
 
 def of_records(num_q_heads, **fields):
-    return mla(num_q_heads, **RECORDS, allow_fp8=num_q_heads > 32, **fields)
+    return mla(num_q_heads, **RECORDS | {"allow_fp8": num_q_heads > 32} | fields)
 
 
 def solve(spec, lens, lists, num_splits=None, **problem):
@@ -106,6 +106,44 @@ def test_a_token_has_the_same_bits_in_every_batch_invariant_batch(spec):
     batch = replace(p.batch, cu_seqlens_q=starts, chosen=last)
     few = quire.plan(spec, batch, max_query_len=3, max_seq_len=900, batch_invariant=True)
     assert torch.equal(quire.attention(p.q[-3:], p.cache, few), whole[-3:])
+
+
+UNITED = [mla(16), mla(8), mla(32), mla(24), of_records(16, allow_fp8=True)]
+
+
+def of_prompts(spec, shared, **options):
+    lists = {"width": 400, "shared": shared} | ({} if spec.causal else {"slots_of": 64})
+    p, plan, state = solve(spec, ((1200, 3000), (1, 50), (0, 9), (900, 2000)), lists, **options)
+    assert plan.launch.union > 1
+    return p, plan, state, plan.runner.unions.counts.tensor()[: plan.launch.num_unions(2101)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spec", UNITED, ids=str)
+def test_prompts_attend_to_unions_where_tokens_have_keys_in_common(spec, causal):
+    spec = replace(spec, causal=causal)
+    for shared in (0.8, 0.0):
+        p, plan, state, counts = of_prompts(spec, shared)
+        verdict = error_budget(p, state)
+        assert verdict.passed, (plan, verdict)
+        assert (counts > 0).all() if shared else (counts < 0).any(), counts
+
+
+@pytest.mark.parametrize("spec", UNITED, ids=str)
+def test_unions_of_a_captured_graph_are_those_of_each_replay(spec):
+    p, plan, first, _ = of_prompts(spec, 0.8)
+    state = quire.State(torch.empty_like(first.out), torch.empty_like(first.lse))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quire.attention(p.q, p.cache, plan, out=state)
+    lists = p.batch.chosen.indices.clone()
+    for change in (lists.roll(1, 1), torch.where(lists % 3 == 0, -1, lists), lists):
+        p.batch.chosen.indices.copy_(change)
+        for _ in range(10):
+            graph.replay()
+        verdict = error_budget(p, state)
+        assert verdict.passed, verdict
+    assert torch.equal(state.out, first.out) and torch.equal(state.lse, first.lse)
 
 
 @pytest.mark.parametrize("seed", range(12))

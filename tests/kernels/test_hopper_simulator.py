@@ -25,6 +25,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton.language as tl
 
+from quire.kernels.chosen_hopper import launch as chosen_hopper
 from quire.kernels.decoded import launch as decoded
 from quire.kernels.hopper.convert import quantize_results
 from quire.kernels.hopper.lazy_max import LIMIT, first_softmax, maximum_and_sum, next_softmax
@@ -1129,6 +1130,38 @@ def test_chosen_keys_of_latents(num_q_heads, records, lists, num_splits):
     assert simulated == ["chosen_hopper_kernel"] + ["combine_lists_kernel"] * (num_splits > 1)
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "records", "lists", "columns"),
+    [
+        (16, False, {"width": 150}, 64),
+        (16, True, {"width": 150, "slots_of": 64}, 64),
+        (5, False, {"width": 90, "counted": True}, 32),
+        extended(32, False, {"width": 150, "slots_of": 64}, 64),
+        extended(24, False, {"width": 150}, 64),
+        extended(8, True, {"width": 150}, 32),
+    ],
+    ids=str,
+)
+def test_neighbouring_tokens_attend_to_the_union_of_their_lists(num_q_heads, records, lists, columns):
+    """Where they have much in common; elsewhere each attends on its own, and so do those of a very large cache."""
+    kind = RECORDS | {"allow_fp8": True} if records else {}
+    spec = latent_spec(num_q_heads, causal="slots_of" not in lists, **kind)
+    lens = ((9, 300), (1, 40), (6, 500))
+    found = []
+    for shared in (0.9, 0.0):
+        p, plan, state, simulated = solve_chosen(spec, lens, lists | {"shared": shared}, num_sms=1)
+        verdict = error_budget(p, state)
+        assert verdict.passed, (plan, verdict)
+        assert simulated == ["chosen_hopper_kernel"] * 2
+        assert plan.launch.constexprs_of_unions()["COLUMNS"] == columns
+        found.append(plan.runner.unions.counts.tensor())
+    assert (found[0] > 0).any() and (found[1] < 0).any()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chosen_hopper, "MAP_BYTES", 4)
+        again, simulated = attend(p, plan)
+    assert error_budget(p, again).passed and simulated == ["chosen_hopper_kernel"]
+
+
 def test_chosen_keys_after_the_end_are_left_out():
     """Lists name the key after the last one, and those behind it, in place of none."""
     p, plan, expected, _ = solve_chosen(latent_spec(16), ((1, 100), (1, 130)), {"width": 90}, 1)
@@ -1144,10 +1177,16 @@ def test_chosen_keys_after_the_end_are_left_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_q_heads", "records"), [(16, False), (64, False), (16, True), (64, True)])
-def test_any_order_of_events_gives_the_same_bits_of_chosen_keys(num_q_heads, records):
+@pytest.mark.parametrize(
+    ("num_q_heads", "records", "num_splits"),
+    [(16, False, 1), (64, False, 1), (16, True, 1), (64, True, 1), (16, False, None)],
+)
+def test_any_order_of_events_gives_the_same_bits_of_chosen_keys(num_q_heads, records, num_splits):
+    """Also of unions."""
     spec = latent_spec(num_q_heads, **(RECORDS | {"allow_fp8": num_q_heads > 32} if records else {}))
-    p, plan, first, _ = solve_chosen(spec, ((1, 500), (2, 130)), {"width": 400}, 1, num_sms=1)
+    lens, lists = (((1, 500), (2, 130)), {"width": 400}) if num_splits else (((9, 300),), {"width": 200, "shared": 0.9})
+    p, plan, first, _ = solve_chosen(spec, lens, lists, num_splits, num_sms=1)
+    assert (plan.launch.union > 1) == (num_splits is None)
     other, _ = attend(p, plan, seed=5)
     assert torch.equal(first.out, other.out) and torch.equal(first.lse, other.lse)
 

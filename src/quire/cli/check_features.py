@@ -307,6 +307,13 @@ LATENT_HOPPER_FEATURES = (
         {"page_size": 64, "per_token": partial(random_chosen, width=200)},
     ),
     Feature(
+        "MLA on Hopper, chosen keys that neighbours share",
+        DEEPSEEK,
+        ((1, 64), (1100, 1500)),
+        {"kernel": "chosen_hopper"},
+        {"page_size": 64, "per_token": partial(random_chosen, width=200, shared=0.9)},
+    ),
+    Feature(
         "MLA on Hopper, chosen keys, fp8_ds_mla",
         DEEPSEEK | FP8,
         DRAFTS,

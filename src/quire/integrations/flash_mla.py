@@ -219,8 +219,11 @@ def flash_mla_sparse_fwd(
     lists = torch.where(indices < num_keys, indices, -1)
     cache = PagedKVCache.from_latents(kv, as_int("d_v", d_v, least=1))
     spec = spec_of(heads, as_number("sm_scale", sm_scale), cache, q.dtype, attn_sink is not None, causal=False)
-    batch = sparse_batch((lists, topk_length, None, None), (num_tokens, 1), q.device)
-    plan = quire.plan(spec, batch, max_query_len=1, max_seq_len=1, num_tokens=num_tokens)
+    chosen = lists_of("indices", lists, "topk_length", topk_length, (num_tokens, 1))
+    starts = torch.zeros(2, dtype=torch.int32, device=q.device)  # one prompt: lists of its tokens may be united
+    starts[1] = num_tokens
+    batch = Batch(starts[:1, None], starts[:1], starts, chosen=chosen)
+    plan = quire.plan(spec, batch, max_query_len=num_tokens, max_seq_len=1, num_tokens=num_tokens)
     state = attend(q, cache, plan, attn_sink, out, None)
     if return_log2_lse is False:
         return state.out, None, None

@@ -1,8 +1,9 @@
 """The kernel of chosen keys over latents for Hopper GPUs, in Gluon: the consumers of `mla_hopper` over gathered rows.
 
 Grid: [row blocks, programs]. A program owns a row block of query heads, and every so many-th item: a query token and a
-part of its list (`mla_hopper/lists.py`). A row block of 64 heads has two consumers (`mla_hopper/many_rows.py`), one of
-at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather (`mla_hopper/gather.py`), and more convert records.
+part of its list, or some tokens and the union of their lists (`mla_hopper/lists.py`). A row block of 64 rows has two
+consumers (`mla_hopper/many_rows.py`), one of at most 32 has one (`mla_hopper/few_rows.py`). Four warps gather
+(`mla_hopper/gather.py`), and more convert records.
 """
 
 from triton.experimental import gluon
@@ -26,7 +27,7 @@ from quire.kernels.schedule import Lengths
 
 NUMBERS = (  # which change from layer to layer and step to step: kernels are the same for all of them
     "num_tokens", "num_splits", "num_seqs", "width", "stride_list", "stride_lens", "stride_table", "stride_page",
-    "stride_slot", "stride_lse", "causal",
+    "stride_slot", "stride_lse", "causal", "num_united",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def chosen_hopper_kernel(
     seq_lens, cu_seqlens_q, query_offsets, num_seqs,
     indices, list_lens, width, stride_list, stride_lens,  # of `lists.TokenLists`, like the next
     num_splits,
+    unions, num_united,  # of `lists.TokenLists`
     acc_ptr, m_ptr, l_ptr,  # partials of parts: None where lists are whole
     scale,
     causal,  # whether a token sees no key after itself, as a number
@@ -49,6 +51,7 @@ def chosen_hopper_kernel(
     stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head,
     stride_out_token, stride_out_head, stride_lse,
     NUM_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTIAL_ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    UNION: gl.constexpr,  # query tokens of an item
 ):  # fmt: skip
     RECORDS: gl.constexpr = rope_ptr is not None
     STORED: gl.constexpr = latents_ptr.dtype.element_ty
@@ -62,11 +65,12 @@ def chosen_hopper_kernel(
         s = allocate(NUMBER, RECORDS, True)
         s.make_ready(True)
     gdc_launch_dependents()
-    items = num_tokens
+    owned = num_tokens
     if cu_seqlens_q is None:
-        items = gl.minimum(items, num_seqs)
+        owned = gl.minimum(owned, num_seqs)
     else:
-        items = gl.minimum(items, gl.load(cu_seqlens_q + num_seqs))
+        owned = gl.minimum(owned, gl.load(cu_seqlens_q + num_seqs))
+    items = (owned + UNION - 1) // UNION
     if num_splits is not None:
         items *= num_splits
     queries = Queries(
@@ -74,11 +78,11 @@ def chosen_hopper_kernel(
     )
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
     lengths = Lengths(seq_lens, cu_seqlens_q, query_offsets, None, None)
-    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, 0, True)
-    lists = TokenLists(indices, list_lens, width, stride_list, stride_lens, num_splits)
+    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, 0, True, UNION)
+    lists = TokenLists(indices, list_lens, width, stride_list, stride_lens, num_splits, unions, num_united)
     program = Program(
-        queries, outputs, lengths, Items(items - 1), index, gl.num_programs(1), row_block, causal > 0, scale, None,
-        config, lists,
+        queries, outputs, lengths, Items(items - 1, owned), index, gl.num_programs(1), row_block, causal > 0, scale,
+        None, config, lists,
     )  # fmt: skip
     rows = Rows(latents_ptr, rope_ptr, record_scales_ptr, page_table, stride_table, stride_page, stride_slot, num_seqs)
     # The lists after the functions: warps and registers of all but the first.

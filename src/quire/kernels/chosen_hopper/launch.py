@@ -22,6 +22,11 @@ PARTS_ALIKE = 2, 4, 8  # numbers of parts that stand for all others
 PARTIAL_ROW = 1 / 1280  # what a row of a partial costs there (NVIDIA H200, 2026-11-29)
 MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of its rows
 COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
+# Unions of lists of neighbouring tokens (`unions.py`): at most so many tokens; sixteenths of a list that may be new;
+# bytes of all bitmaps, and slots that each word has bits for; slots that an entry can name.
+MOST_UNITED, NEW = 4, 9
+MAP_BYTES, SLOTS_OF_WORD, MOST_SLOTS = 1 << 26, 8, 1 << 27
+UNITE_BLOCK = 2048  # entries that a program unites at once
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class ChosenHopperLaunch(Launch):
         request: the request that was decided about.
         fallback: the launch for caches whose rows are not gathered by 16 bytes, and for an output in e4m3.
         num_splits: parts into which each list is cut, whatever its length is. A second launch combines them.
+        union: neighbouring tokens whose lists are united where they have much in common, in two more launches.
     """
 
     request: Request
     fallback: ChosenLaunch
     num_splits: int = 1
+    union: int = 1
 
     @property
     def name(self) -> str:
@@ -46,8 +53,7 @@ class ChosenHopperLaunch(Launch):
     @property
     def columns(self) -> int:
         """Heads of a row block, a power of two. Up to MAX_COLUMN_ROWS, they are columns of products, and keys rows."""
-        heads = power_of_two(max(MIN_COLUMNS, self.request.spec.num_q_heads))
-        return heads if heads <= MAX_COLUMN_ROWS else ROWS
+        return columns_for(self.request.spec.num_q_heads)
 
     @property
     def row_blocks(self) -> int:
@@ -72,8 +78,33 @@ class ChosenHopperLaunch(Launch):
         """Return the kernel's constexprs and compiler options, without those that a cache decides."""
         return {
             "NUM_HEADS": self.request.spec.num_q_heads, "PARTIAL_ROWS": self.partial_rows, "COLUMNS": self.columns,
-            "num_warps": 4, "launch_pdl": True,
+            "UNION": 1, "num_warps": 4, "launch_pdl": True,
         }  # fmt: skip
+
+    def constexprs_of_unions(self) -> dict[str, Any]:
+        """Return what `constexprs` does, of the launch that attends to unions."""
+        rows = self.union * self.request.spec.num_q_heads
+        return self.constexprs() | {"COLUMNS": columns_for(rows), "UNION": self.union}
+
+    def unite_constexprs(self) -> dict[str, Any]:
+        """Return the constexprs and compiler options of the launch that finds unions."""
+        return {"UNION": self.union, "BLOCK": UNITE_BLOCK, "PDL": True, "num_warps": 8, "launch_pdl": True}
+
+    def num_unions(self, num_tokens: int) -> int:
+        """Return how many unions that many tokens have, if all have one."""
+        return cdiv(num_tokens, self.union)
+
+    @property
+    def room(self) -> int:
+        """Most entries of a union while it is made: one list more than it may have with all tokens but the last."""
+        assert self.request.chosen is not None
+        width = self.request.chosen[3]
+        return 2 * width + (self.union - 2) * (NEW * width // 16)
+
+    def unite_programs(self, num_slots: int, num_tokens: int) -> int:
+        """Return the programs that find unions, each with a bitmap of the slots of a cache."""
+        most = MAP_BYTES // (4 * words_of_map(num_slots))
+        return min(2 * self.request.device.num_sms, self.num_unions(num_tokens), most)
 
     def combine_constexprs(self) -> dict[str, Any]:
         """Return the constexprs and compiler options of the second launch."""
@@ -105,10 +136,13 @@ class ChosenHopperLaunch(Launch):
     def scratch_size(self) -> ScratchSize:
         """Return the size of the scratch for partials, after the counters of other kernels, and for the fallback."""
         fallback, rows = self.fallback.scratch_size(), self.partials * self.partial_rows
-        if not rows:
+        numbers = rows * (WIDTHS[0] + 2)
+        if self.union > 1:
+            numbers = MAP_BYTES // 4 + self.num_unions(self.request.bounds.num_tokens) * (self.room + 1)
+        if not numbers:
             return fallback
         counters = counter_bytes(self.request.device, 0)
-        return ScratchSize(max(counters + 4 * rows * (WIDTHS[0] + 2), fallback.total), counters)
+        return ScratchSize(max(counters + 4 * numbers, fallback.total), counters)
 
     def compile_keys(self) -> frozenset[Hashable]:
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
@@ -117,11 +151,22 @@ class ChosenHopperLaunch(Launch):
         keys = {key_of(self.name, *facts, **constexprs_of(self))}
         if self.num_splits > 1:
             keys.add(key_of("combine_lists", *facts, **self.combine_constexprs()))
+        if self.union > 1:
+            keys = {key_of("left_out", each) for each in keys}
+            keys.add(key_of("unite_lists", *facts, **self.unite_constexprs()))
+            keys.add(key_of("united", *facts, **self.constexprs_of_unions()))
         return frozenset(keys)
 
     def for_cache(self, cache: PagedKVCache, q: Any = None) -> "ChosenHopperLaunch | ChosenLaunch":
-        """Return this launch, or its fallback for a cache that the kernel does not gather."""
-        return self if gathers(cache) else self.fallback
+        """Return this launch, one without unions for a cache of very many slots, or a fallback for one not gathered."""
+        if not gathers(cache):
+            return self.fallback
+        return replace(self, union=1) if self.union > 1 and not self.has_maps(cache) else self
+
+    def has_maps(self, cache: PagedKVCache) -> bool:
+        """Return whether half as many programs as SMs have room for a bitmap of a cache's slots."""
+        num_slots, sms = slots_of(cache), self.request.device.num_sms
+        return num_slots <= MOST_SLOTS and self.unite_programs(num_slots, self.union * sms) >= max(1, sms // 2)
 
     def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
         """Return why the fallback serves a cache."""
@@ -135,11 +180,28 @@ class ChosenHopperLaunch(Launch):
 
     def __str__(self) -> str:
         parts = f" × {self.num_splits} parts of its list" if self.num_splits > 1 else ""
+        parts += f", lists of {self.union} tokens united where they have much in common" if self.union > 1 else ""
         return (
             f"Hopper kernel for chosen keys: {self.columns} rows × {TILE} keys, {self.row_blocks} programs for each "
             f"query token{parts}, at most {self.row_blocks * self.programs_at_once} at once; fallback for caches that "
             f"are not gathered by 16 bytes: {self.fallback}"
         )
+
+
+def columns_for(rows: int) -> int:
+    """Return the rows of a row block that has so many: a power of two up to MAX_COLUMN_ROWS, else ROWS."""
+    columns = power_of_two(max(MIN_COLUMNS, rows))
+    return columns if columns <= MAX_COLUMN_ROWS else ROWS
+
+
+def slots_of(cache: PagedKVCache) -> int:
+    """Return the slots of a cache."""
+    return cache.latents.shape[0] * cache.page_size
+
+
+def words_of_map(num_slots: int) -> int:
+    """Return the words of a bitmap of so many slots."""
+    return max(1, cdiv(num_slots, SLOTS_OF_WORD))
 
 
 def gathers(cache: PagedKVCache) -> bool:
@@ -193,15 +255,26 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         return {"chosen_hopper": replace(launch, num_splits=options.num_splits)}
     if options.batch_invariant:  # a part's end would depend on how many tokens there are
         return {"chosen_hopper": launch}
+    united = replace(launch, union=tokens_of_union(request))
     if not within:
-        return {"chosen_hopper": replace(launch, num_splits=choose_num_splits(launch))}
-    found, bounds = {"chosen_hopper": launch}, request.bounds
+        chosen_splits = choose_num_splits(launch)
+        return {"chosen_hopper": united if united.union > 1 else replace(launch, num_splits=chosen_splits)}
+    found, bounds = {"chosen_hopper": launch, "chosen_hopper united": united}, request.bounds
     for splits in PARTS_ALIKE:
         most = MOST_WAVES * request.device.num_sms // (splits * launch.row_blocks)  # tokens
         if bounds.max_query_len <= most:
             few = replace(request, bounds=replace(bounds, num_tokens=min(bounds.num_tokens, most)))
             found[f"chosen_hopper {splits}"] = replace(launch, request=few, num_splits=splits)
     return found
+
+
+def tokens_of_union(request: Request) -> int:
+    """Return of how many neighbouring tokens lists may be united: those of prompts, if a row block has room; else 1."""
+    spec, bounds = request.spec, request.bounds
+    is_rounded = spec.kv_dtype is spec.dtype or spec.allow_fp8  # records of more rows are
+    tokens = min(MOST_UNITED, (ROWS if is_rounded else MAX_COLUMN_ROWS) // spec.num_q_heads)
+    is_prompt = request.has_cu_seqlens and bounds.max_query_len >= MOST_UNITED
+    return tokens if tokens > 1 and is_prompt and bounds.num_tokens >= 2 * tokens * request.device.num_sms else 1
 
 
 def choose_num_splits(launch: ChosenHopperLaunch) -> int:

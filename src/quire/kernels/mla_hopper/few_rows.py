@@ -158,7 +158,7 @@ def attend_to_tile(s, program, work, acc, m_i, sums, n, pos):
         scores = warpgroup_mma(latents.rope_of(n), s.q_rope.index(zero).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if program.config.LISTS:
-        scores = without_unseen(scores, latents.seen[0], latents.place_of(n), latents.phase_of(n), 0)
+        scores = without_unseen(scores, latents.seen[0], latents.place_of(n), latents.phase_of(n), 0, program.config)
     else:
         scores = apply_mask(scores, pos, work, program)
         if pos + TILE > work.visible:

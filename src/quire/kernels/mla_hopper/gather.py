@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quire.kernels.chosen.kernel import find_sequence
 from quire.kernels.gluon.compat import copy_async
 from quire.kernels.gluon.pipeline import wait, wait_at, wait_ready
-from quire.kernels.mla_hopper.lists import hand_over_flags
+from quire.kernels.mla_hopper.lists import hand_over_flags, key_of
 from quire.kernels.mla_hopper.memory import EVEN, HALF, ODD, ORDER, QUARTER, SCALES, TILE, scales_of
 from quire.kernels.mla_hopper.producer import raw_tile
 from quire.kernels.mla_hopper.program import first_sequence, next_sequence, work_of
@@ -60,7 +60,7 @@ def place_of(rows, program, item, known, work):
     """Return the `Place` of an item's list, or of a sequence."""
     if program.config.LISTS:
         lists, token = program.lists, known.q_start
-        entries = lists.entries + token.to(gl.int64) * lists.stride
+        entries = lists.entries + (token // program.config.UNION).to(gl.int64) * lists.stride
         if rows.page_table is None:
             return Place(entries, known.seq_len, entries, known.seq_len)
         else:
@@ -84,7 +84,10 @@ def load_entries(program, place, tile):
 
 @gluon.jit
 def find_keys(rows, place, entries, PAGE_SIZE: gl.constexpr):
-    """Return where the keys of a tile are, `page * PAGE_SIZE + slot`, -1 if they are not seen."""
+    """Return where the keys of a tile are, `page * PAGE_SIZE + slot`, negative if they are not seen.
+
+    Of unions, entries stay as they are: slots with a bit for each token (`lists.key_of`).
+    """
     if rows.page_table is None:
         return entries
     else:
@@ -172,7 +175,7 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
     full = s.raw_full if len(s.raw_full) > 0 else s.full
     following = find_keys(rows, place, entries, PAGE_SIZE)
     entries = load_entries(program, place, tile + 2)
-    offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
+    offsets, seen = find_rows(rows, key_of(keys, program.config.UNION), PAGE_SIZE), keys >= 0
     for i in gl.static_range(4):
         wait(s.empty[PARITY * 4 + ORDER[PARITY][i]], use + 1)
         if i == 0 and len(s.scales) > 0:
@@ -181,7 +184,7 @@ def gather_tile(PARITY: gl.constexpr, s, rows, program, place, keys, entries, ti
         copy_quarter(rows, stage, rope, offsets, seen, ORDER[PARITY][i], i == 3)
         async_copy.mbarrier_arrive(full[PARITY * 4 + ORDER[PARITY][i]], increment_count=False)
     if len(s.seen) > 0:
-        hand_over_flags(s.seen[0], PARITY, keys)  # last, as its threads wait for each other
+        hand_over_flags(s.seen[0], PARITY, keys, program.config.UNION)  # last, as its threads wait for each other
     return following, entries
 
 
@@ -201,7 +204,7 @@ def gather_latents(s, rows, program):
         keys = find_keys(rows, place, load_entries(program, place, first), PAGE_SIZE)
         entries = load_entries(program, place, first + 1)
         for tile in range(first, first + work.count):
-            offsets, seen = find_rows(rows, keys, PAGE_SIZE), keys >= 0
+            offsets, seen = find_rows(rows, key_of(keys, program.config.UNION), PAGE_SIZE), keys >= 0
             following = find_keys(rows, place, entries, PAGE_SIZE)
             entries = load_entries(program, place, tile + 2)
             for i in gl.static_range(4):
@@ -214,7 +217,8 @@ def gather_latents(s, rows, program):
                 copy_quarter(rows, quarters.tiles.index(stage), latents.rope_of(n), offsets, seen, i, i == 3)
                 async_copy.mbarrier_arrive(full, increment_count=False)
             if len(latents.seen) > 0:
-                hand_over_flags(latents.seen[0], latents.place_of(n), keys)  # last, as its threads wait for each other
+                # Last, as its threads wait for each other.
+                hand_over_flags(latents.seen[0], latents.place_of(n), keys, program.config.UNION)
             keys = following
             n += 4
         item, known, first = next_sequence(program, item, program.row_block)

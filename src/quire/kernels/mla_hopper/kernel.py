@@ -74,7 +74,7 @@ def mla_hopper_kernel(
         q_nope_ptr, q_rope_ptr, num_tokens, stride_nope_token, stride_nope_head, stride_rope_token, stride_rope_head
     )
     outputs = Outputs(out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, stride_out_token, stride_out_head, stride_lse)
-    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, BOX, False)
+    config = Config(NUM_HEADS, PARTIAL_ROWS, COLUMNS, PAGE_SIZE, BOX, False, 1)
     program = Program(
         queries, outputs, lengths, part, index, num_partitions, row_block, causal > 0, scale, scale_ptr,
         config,

@@ -7,6 +7,8 @@ partition does, and the list where its keys do, so the consumers are those of de
 * Items go to programs in turn, and each whole list or part has a place of its own for its result.
 * No position says whether a key is seen. The producer, which reads the entries, stores a flag for each key of a tile.
   The rows of keys that are not seen are zeros.
+* Where neighbouring tokens have keys in common, an item may be a union: a list of the keys of UNION tokens, each with
+  the tokens whose lists name it (`chosen_hopper/unions.py`). A key's flag then has a bit for each of these tokens.
 """
 
 from typing import Any, NamedTuple
@@ -29,34 +31,53 @@ class TokenLists(NamedTuple):
     stride: Any
     stride_lens: Any
     num_splits: Any  # parts of a list; None: each is whole
+    unions: Any = None  # [unions] int32: the items are tokens of those for which it is negative; None: all tokens
+    num_united: Any = None  # query tokens of each
 
 
 class Items(NamedTuple):
     """The items of a batch, in place of a `schedule.LatentPart`."""
 
     last_seq: Any  # the last item
+    num_tokens: Any  # query tokens
 
 
 @gluon.jit
-def hand_over_flags(seen, place, keys):
-    """Let consumers read which keys of a tile are seen: those of `keys` that are not negative."""
-    flags = (keys >= 0).to(gl.int32)
-    seen.flags.index(place).store(flags + gl.min(flags, 0))
+def key_of(entries, UNION: gl.constexpr):
+    """Return the keys of entries, which have a bit for each of UNION tokens, if that is more than one."""
+    if UNION > 1:
+        return entries >> UNION
+    else:
+        return entries
+
+
+@gluon.jit
+def hand_over_flags(seen, place, entries, UNION: gl.constexpr):
+    """Let consumers read which tokens see each key of a tile. No token sees one whose entry is negative."""
+    ALL: gl.constexpr = (1 << UNION) - 1
+    flags = (entries >= 0).to(gl.int32)
+    if UNION > 1:
+        flags = gl.where(entries >= 0, entries & ALL, 0)
+    seen.flags.index(place).store(flags + (gl.min(flags, 0) // ALL << UNION))
     mbarrier.arrive(seen.full.index(place), count=1)
 
 
 @gluon.jit
-def without_unseen(scores, seen, place, phase, DIM: gl.constexpr):
-    """Set scores of keys that are not seen to -inf. Keys are along dimension DIM of the scores."""
+def without_unseen(scores, seen, place, phase, DIM: gl.constexpr, C):
+    """Set scores of keys that are not seen to -inf. Keys are along dimension DIM of the scores. C is a Config."""
     FIRST: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     wait_at(seen.full, place, phase)
     flags = seen.flags.index(place)
-    if gl.sum(flags.slice(0, 1).load(FIRST), 0) < 2:
-        is_seen = flags.load(gl.SliceLayout(1 - DIM, scores.type.layout)) > 0
+    if gl.sum(flags.slice(0, 1).load(FIRST), 0) < 1 << C.UNION:
+        is_seen = flags.load(gl.SliceLayout(1 - DIM, scores.type.layout))
+        token = gl.arange(0, scores.shape[1 - DIM], gl.SliceLayout(DIM, scores.type.layout)) // C.NUM_HEADS
         if DIM == 0:
-            scores = gl.where(is_seen[:, None], scores, float("-inf"))
+            is_seen, token = is_seen[:, None], token[None, :]
         else:
-            scores = gl.where(is_seen[None, :], scores, float("-inf"))
+            is_seen, token = is_seen[None, :], token[:, None]
+        if C.UNION > 1:
+            is_seen = is_seen >> token & 1
+        scores = gl.where(is_seen > 0, scores, float("-inf"))
     return scores
 
 
@@ -76,8 +97,12 @@ def next_item(program, item):
 def with_keys(program, item):
     """Return what `first_sequence` does, of the first of the program's items from `item` on that is not empty.
 
-    A whole list is an item also where it has no entries, for its zeros have to be written. A part is not.
+    A whole list is an item also where it has no entries, for its zeros have to be written. A part is not. Tokens of
+    which there is no union are items of another launch.
     """
+    if program.config.UNION > 1 or program.lists.unions is not None:
+        while (item <= program.part.last_seq) & is_left_out(program, item):
+            item += program.num_partitions
     known = find_list(program, item)
     first, count = tiles_of_part(program, item, known)
     if program.lists.num_splits is not None:
@@ -89,13 +114,25 @@ def with_keys(program, item):
 
 
 @gluon.jit
+def is_left_out(program, item):
+    """Return whether another launch has an item that is not after the last one."""
+    lists, item = program.lists, gl.minimum(item, program.part.last_seq)
+    if lists.unions is not None:
+        return gl.load(lists.unions + item // lists.num_united) >= 0
+    else:
+        return gl.load(lists.lens + item) < 0
+
+
+@gluon.jit
 def find_list(program, item):
-    """Return an item's list as a `Sequence` of one query token, or any list's if the item is after the last one."""
-    lists = program.lists
-    token = gl.maximum(gl.minimum(item, program.part.last_seq), 0)
+    """Return an item's list as a `Sequence` of its query tokens, or any list's if the item is after the last one."""
+    lists, UNION = program.lists, program.config.UNION
+    item = gl.maximum(gl.minimum(item, program.part.last_seq), 0)
     if lists.num_splits is not None:
-        token = token // lists.num_splits
-    return Sequence(count_of(lists, token), token, token * 0 + 1, token * 0)
+        item = item // lists.num_splits
+    token = item * UNION
+    num_tokens = gl.minimum(program.part.num_tokens - token, UNION)
+    return Sequence(count_of(lists, item), token, num_tokens, token * 0)
 
 
 @gluon.jit

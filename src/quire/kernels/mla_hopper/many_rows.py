@@ -181,7 +181,7 @@ def without_invisible(PARITY: gl.constexpr, s, program, work, scores, use, zero,
     The values of keys that no query of the row block sees become zeros, which those of lists already are.
     """
     if program.config.LISTS:
-        scores = without_unseen(scores, s.seen[0], PARITY, use, 1)
+        scores = without_unseen(scores, s.seen[0], PARITY, use, 1, program.config)
     else:
         scores = apply_mask(scores, pos, work, program)
         if pos + TILE > work.visible:

@@ -68,6 +68,7 @@ class Config:
     PAGE_SIZE: gl.constexpr
     BOX: gl.constexpr  # slots of a page in one TMA load; 0 where rows are gathered
     LISTS: gl.constexpr  # whether lists take the place of a schedule
+    UNION: gl.constexpr  # query tokens of an item of lists; 1 without them
 
 
 class Program(NamedTuple):
