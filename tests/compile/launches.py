@@ -332,6 +332,19 @@ CHOSEN = {  # heads of keys and values, or features and heads of latents; and wh
 }
 
 
+def attend_to_unions(num_q_heads: int = 16, layout: str = "NHD", are_slots: bool = False) -> quire.Plan:
+    """Launch attention of a prompt to chosen keys, over latents on a Hopper GPU; return its plan."""
+    records = {} if layout == "NHD" else {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
+    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, causal=not are_slots, **records)
+    starts, table = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
+    lists = quire.ChosenKeys(torch.zeros(2048, 2048, dtype=torch.int32), are_slots=are_slots)
+    batch = quire.Batch(table, starts[1:], starts, chosen=lists)
+    plan = quire.plan(spec, batch, max_query_len=2048, max_seq_len=4096, num_tokens=2048)
+    cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
+    quire.attention(torch.empty(2048, num_q_heads, 576, dtype=torch.bfloat16), cache, plan, return_lse=True)
+    return plan
+
+
 def attend_to_chosen(features: str, **planned) -> quire.Plan:
     """Launch attention to chosen keys, in prompts; return its plan."""
     heads, options = CHOSEN[features]

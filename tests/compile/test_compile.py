@@ -1053,15 +1053,8 @@ def test_the_kernel_of_chosen_keys_for_hopper_gpus_does_not_spill(num_q_heads, l
     ("num_q_heads", "layout"), [(16, "NHD"), extended(16, "fp8_ds_mla"), extended(8, "NHD"), extended(32, "NHD")]
 )
 def test_the_kernels_of_unions_do_not_spill(num_q_heads, layout, are_slots):
-    records = {} if layout == "NHD" else {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
-    spec = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1, causal=not are_slots, **records)
-    starts, table = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 64, dtype=torch.int32)
-    lists = quire.ChosenKeys(torch.zeros(2048, 2048, dtype=torch.int32), are_slots=are_slots)
     with compiling(TARGETS["sm90"]) as compiled:
-        batch = quire.Batch(table, starts[1:], starts, chosen=lists)
-        plan = quire.plan(spec, batch, max_query_len=2048, max_seq_len=4096, num_tokens=2048)
-        cache = quire.PagedKVCache.empty(spec, 4, 64, layout=layout)
-        quire.attention(torch.empty(2048, num_q_heads, 576, dtype=torch.bfloat16), cache, plan, return_lse=True)
+        plan = launches.attend_to_unions(num_q_heads, layout, are_slots)
     assert plan.launch.union > 1
     unite, united, left_out = compiled
     assert unite.kernel == "unite_lists_kernel" and unite.spills == 0, unite

@@ -57,6 +57,7 @@ def launch_every_kernel() -> None:
     launches.attend_to_latents("decode", "bfloat16")
     for features in ("tokens, few heads", "two lists", "blocks"):
         launches.attend_to_chosen(features)
+    launches.attend_to_unions()
     launches.choose_keys()
     launches.write(64, "plain")
     for features in ("bfloat16", "records"):

@@ -42,6 +42,9 @@ SIMULATED, LATENTS = "kernels/test_hopper_simulator.py::test_", "kernels/mla_hop
 RAISED = SIMULATED + "a_maximum_is_raised_where_a_thread_adds_more_than_the_limit[dtype0-64-64-48-16]"
 PRODUCTS = LATENTS + "many_rows_fp8.py"
 GATHERED, CHOSEN_LATENTS = "kernels/mla_hopper/gather.py", SIMULATED + "chosen_keys_of_latents"
+UNIONS = SIMULATED + "neighbouring_tokens_attend_to_the_union_of_their_lists"
+UNITED = "kernels/chosen_hopper/unions.py"
+ENTRIES = "kernels/test_unions.py::test_an_entry_says_which_tokens_name_its_slot"
 BITS = "kernels/test_formats.py::test_"
 ORDERS_OF_PRODUCTS = SIMULATED + "any_order_of_events_gives_the_same_bits_of_products_of_latents_in_fp8"
 
@@ -803,10 +806,23 @@ IN_INTERPRETER = {
     ),
     "chosen keys on Hopper: a tile with keys that are not seen taken for a full one": Mutant(
         LATENTS + "lists.py",
-        "flags.slice(0, 1).load(FIRST), 0) < 2",
+        "flags.slice(0, 1).load(FIRST), 0) < 1 << C.UNION",
         "flags.slice(0, 1).load(FIRST), 0) < 1",
         CHOSEN_LATENTS,
     ),
+    "unions: every token sees every key": Mutant(
+        LATENTS + "lists.py", "is_seen = is_seen >> token & 1", "is_seen = is_seen | token", UNIONS
+    ),
+    "unions: a tile that one token sees taken for a full one": Mutant(
+        LATENTS + "lists.py", "(gl.min(flags, 0) // ALL << UNION)", "(gl.min(flags, 0) << UNION)", UNIONS
+    ),
+    "unions: tokens of a union attend again": Mutant(
+        LATENTS + "lists.py", "item // lists.num_united) >= 0", "item // lists.num_united) >= 1 << 20", UNIONS
+    ),
+    "unions: bits stay for the next one": Mutant(UNITED, "~(ALL << shift)", "~(1 << shift)", ENTRIES),
+    "unions: a slot of each token": Mutant(UNITED, "(before == 0)", "(before >= 0)", ENTRIES),
+    "unions: as long as they get": Mutant(UNITED, "length * NEW // 16", "length", ENTRIES),
+    "unions: another token's bit": Mutant(UNITED, "bit *= 2", "bit *= 4", ENTRIES),
     "chosen keys on Hopper: copies not waited for": Mutant(
         GATHERED,
         "async_copy.mbarrier_arrive(full, increment_count=False)",

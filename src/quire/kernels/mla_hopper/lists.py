@@ -116,7 +116,7 @@ def with_keys(program, item):
 @gluon.jit
 def is_left_out(program, item):
     """Return whether another launch has an item that is not after the last one."""
-    lists, item = program.lists, gl.minimum(item, program.part.last_seq)
+    lists, item = program.lists, gl.maximum(gl.minimum(item, program.part.last_seq), 0)
     if lists.unions is not None:
         return gl.load(lists.unions + item // lists.num_united) >= 0
     else:
