@@ -303,7 +303,7 @@ def walk_latents_kernel(out_ptr, parts_ptr, seq_lens, cu_seqlens_q, num_partitio
     row_block, index = gl.program_id(0), gl.program_id(1)
     number = row_block * num_partitions + index
     part, lengths = load_latent_part(parts_ptr, number), Lengths(seq_lens, cu_seqlens_q, None, None, None)
-    config = Config(NUM_HEADS, ROWS, ROWS, 64, 64, False)
+    config = Config(NUM_HEADS, ROWS, ROWS, 64, 64, False, 1)
     program = Program(None, None, lengths, part, index, num_partitions, row_block, causal > 0, 1.0, None, config)
     at = out_ptr + number * MOST * ITEM
     seq, known, tile = first_sequence(program, row_block)
