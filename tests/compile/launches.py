@@ -158,9 +158,9 @@ def attend(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
 
 
 def append(batch: str, head_dim: int, features: str, batch_invariant: bool = False) -> quire.Plan:
-    """Launch attention that also writes the batch's tokens; return its plan."""
+    """Launch attention that also writes the batch's tokens, in one launch; return its plan."""
     wanted = FEATURES[features]
-    plan = plan_of(batch, make_spec(head_dim, wanted), wanted, batch_invariant)
+    plan = plan_of(batch, make_spec(head_dim, wanted), wanted, batch_invariant, "portable")
     quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), plan=plan)
     return plan
 
@@ -168,7 +168,7 @@ def append(batch: str, head_dim: int, features: str, batch_invariant: bool = Fal
 def rotate(batch: str, head_dim: int, features: str, **options) -> quire.Plan:
     """Launch attention that also normalises, rotates and writes the batch's tokens; return its plan."""
     wanted = FEATURES[features]
-    plan = plan_of(batch, make_spec(head_dim, wanted), wanted)
+    plan = plan_of(batch, make_spec(head_dim, wanted), wanted, kernel="portable")
     quire.attention(**make_inputs(plan, wanted), **new_tokens(plan), **norm_rope_of(plan, **options), plan=plan)
     return plan
 
