@@ -11,6 +11,7 @@ import quire
 from quire.compile_ahead.launches import distinct_launches, launches_within, scratch_within
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.choose import variants
+from quire.kernels.chosen_hopper.launch import least_united
 from quire.kernels.launch import kernels_of
 from quire.plan import decide
 from quire.targets import TARGETS
@@ -331,3 +332,13 @@ def test_a_warm_up_has_few_kernels():
     spec, device = quire.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128), TARGETS["sm90"].properties
     launches = distinct_launches(spec, device, 64, 16384, 16384, False)
     assert len(frozenset().union(*(launch.compile_keys() for launch in launches))) <= MOST_KERNELS
+
+
+@pytest.mark.parametrize("num_q_heads", [4, 16, 24, 32, 64])
+def test_a_warmup_has_unions_of_lists_from_the_first_tokens_on_that_have_them(num_q_heads):
+    """Also where limits allow one prompt that is no longer."""
+    spec, device = quire.AttentionSpec.mla(num_q_heads=num_q_heads, softmax_scale=0.1), TARGETS["sm90"].properties
+    least, lists = least_united(spec, device), (False, False, False, (1, False, False, 64), None)
+    for tokens in (least - 1, least):
+        found = launches_within(spec, device, 1, tokens, 4096, False, (lists,))
+        assert any(getattr(launch, "union", 1) > 1 for launch in found) == (tokens == least and num_q_heads <= 32)

@@ -17,6 +17,7 @@ from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import MOST_NEW_TOKENS, MOST_SEQS_TO_APPEND, Bounds, Options, Request, spec_for_kernels
 from quire.draft_trees import MAX_DRAFTS
 from quire.kernels.choose import key_steps, variants
+from quire.kernels.chosen_hopper.launch import least_united
 from quire.kernels.launch import Launch, kernels_of
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.scratch import MOST_STATES
@@ -138,10 +139,12 @@ def query_steps(spec: AttentionSpec, device: DeviceProperties) -> list[int]:
     """Return numbers of queries after which other kernels may be launched.
 
     Between two of them, neither queries nor rows pass a power of two, nor queries of latents three times one
-    (`mla.launch.rounded_queries`), nor the row blocks of latents the programs that a device holds.
+    (`mla.launch.rounded_queries`), nor the row blocks of latents the programs that a device holds, nor a prompt the
+    tokens from which on lists of chosen keys are united.
     """
     rows = {power // spec.group_size for power in POWERS if power >= spec.group_size}
     found = {*POWERS, MOST_NEW_TOKENS, *rows}
     if spec.latent:
         found |= {3 * power for power in POWERS[:-2]} | {64 * (device.num_sms // 2) // spec.num_q_heads}
+        found.add(least_united(spec, device) - 1)
     return sorted(found)

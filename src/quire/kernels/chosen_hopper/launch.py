@@ -9,12 +9,14 @@ import torch
 from quire.batch import Batch
 from quire.cache import PagedKVCache
 from quire.dispatch.config import power_of_two
+from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Options, Request, cdiv
 from quire.kernels.chosen.launch import ChosenLaunch
 from quire.kernels.chosen.launch import variants as portable_variants
 from quire.kernels.launch import Launch, Runner, constexprs_of, key_of
 from quire.kernels.mla_hopper.launch import MAX_COLUMN_ROWS, MIN_COLUMNS, ROWS, TILE, WIDTHS
 from quire.kernels.scratch import ScratchSize, counter_bytes
+from quire.spec import AttentionSpec
 
 MOST_WAVES = 2  # of programs that have parts of lists
 START, COMBINE = 1.5, 2.0  # what an item costs before its first tile, and the second launch, in tiles
@@ -269,12 +271,21 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
 
 
 def tokens_of_union(request: Request) -> int:
-    """Return of how many neighbouring tokens lists may be united: those of prompts, if a row block has room; else 1."""
-    spec, bounds = request.spec, request.bounds
+    """Return of how many neighbouring tokens lists may be united: those of prompts; else 1."""
+    is_prompt = request.has_cu_seqlens and request.bounds.max_query_len >= MOST_UNITED
+    has_many = request.bounds.num_tokens >= least_united(request.spec, request.device)
+    return most_united(request.spec) if is_prompt and has_many else 1
+
+
+def most_united(spec: AttentionSpec) -> int:
+    """Return of how many tokens a row block has the heads, if lists may be united; else 1."""
     is_rounded = spec.kv_dtype is spec.dtype or spec.allow_fp8  # records of more rows are
-    tokens = min(MOST_UNITED, (ROWS if is_rounded else MAX_COLUMN_ROWS) // spec.num_q_heads)
-    is_prompt = request.has_cu_seqlens and bounds.max_query_len >= MOST_UNITED
-    return tokens if tokens > 1 and is_prompt and bounds.num_tokens >= 2 * tokens * request.device.num_sms else 1
+    return max(1, min(MOST_UNITED, (ROWS if is_rounded else MAX_COLUMN_ROWS) // spec.num_q_heads))
+
+
+def least_united(spec: AttentionSpec, device: DeviceProperties) -> int:
+    """Return the tokens of a batch from which on lists may be united: each SM has at least two unions."""
+    return 2 * most_united(spec) * device.num_sms
 
 
 def choose_num_splits(launch: ChosenHopperLaunch) -> int:
