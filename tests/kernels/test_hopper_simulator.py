@@ -1137,6 +1137,7 @@ def test_chosen_keys_of_latents(num_q_heads, records, lists, num_splits):
         (16, True, {"width": 150, "slots_of": 64}, 64),
         (5, False, {"width": 90, "counted": True}, 32),
         extended(32, False, {"width": 150, "slots_of": 64}, 64),
+        (20, False, {"width": 150}, 64),  # unions of three tokens
         extended(24, False, {"width": 150}, 64),
         extended(8, True, {"width": 150}, 32),
     ],

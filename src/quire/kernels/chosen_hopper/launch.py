@@ -24,10 +24,10 @@ PARTS_ALIKE = 2, 4, 8  # numbers of parts that stand for all others
 PARTIAL_ROW = 1 / 1280  # what a row of a partial costs there (NVIDIA H200, 2026-11-29)
 MANY_ROWS = 512  # of a batch, from which on a program of the second launch has all columns of its rows
 COMBINE_NUMBERS = 4096  # of partials that it holds at once, then
-# Unions of lists of neighbouring tokens (`unions.py`): at most so many tokens; sixteenths of a list that may be new;
-# bytes of all bitmaps, and slots that each word has bits for; slots that an entry can name.
+# Unions of lists of neighbouring tokens (`unions.py`): most tokens of one; sixteenths of a list that may be new; bytes
+# of all bitmaps, and slots for which a word has bits. A bitmap of all slots that an entry can name is as large.
 MOST_UNITED, NEW = 4, 9
-MAP_BYTES, SLOTS_OF_WORD, MOST_SLOTS = 1 << 26, 8, 1 << 27
+MAP_BYTES, SLOTS_OF_WORD = 1 << 26, 8
 UNITE_BLOCK = 2048  # entries that a program unites at once
 
 
@@ -167,8 +167,8 @@ class ChosenHopperLaunch(Launch):
 
     def has_maps(self, cache: PagedKVCache) -> bool:
         """Return whether half as many programs as SMs have room for a bitmap of a cache's slots."""
-        num_slots, sms = slots_of(cache), self.request.device.num_sms
-        return num_slots <= MOST_SLOTS and self.unite_programs(num_slots, self.union * sms) >= max(1, sms // 2)
+        sms = self.request.device.num_sms
+        return self.unite_programs(slots_of(cache), self.union * sms) >= max(1, sms // 2)
 
     def unserved(self, cache: PagedKVCache, q: Any = None) -> str:
         """Return why the fallback serves a cache."""
@@ -259,8 +259,7 @@ def variants(request: Request, options: Options, within: bool = False) -> dict[s
         return {"chosen_hopper": launch}
     united = replace(launch, union=tokens_of_union(request))
     if not within:
-        chosen_splits = choose_num_splits(launch)
-        return {"chosen_hopper": united if united.union > 1 else replace(launch, num_splits=chosen_splits)}
+        return {"chosen_hopper": united if united.union > 1 else replace(launch, num_splits=choose_num_splits(launch))}
     found, bounds = {"chosen_hopper": launch, "chosen_hopper united": united}, request.bounds
     for splits in PARTS_ALIKE:
         most = MOST_WAVES * request.device.num_sms // (splits * launch.row_blocks)  # tokens
@@ -279,8 +278,9 @@ def tokens_of_union(request: Request) -> int:
 
 def most_united(spec: AttentionSpec) -> int:
     """Return of how many tokens a row block has the heads, if lists may be united; else 1."""
-    is_rounded = spec.kv_dtype is spec.dtype or spec.allow_fp8  # records of more rows are
-    return max(1, min(MOST_UNITED, (ROWS if is_rounded else MAX_COLUMN_ROWS) // spec.num_q_heads))
+    # Records of more than MAX_COLUMN_ROWS rows are rounded to bfloat16, which has to be allowed.
+    rows = ROWS if spec.kv_dtype is spec.dtype or spec.allow_fp8 else MAX_COLUMN_ROWS
+    return max(1, min(MOST_UNITED, rows // spec.num_q_heads))
 
 
 def least_united(spec: AttentionSpec, device: DeviceProperties) -> int:

@@ -43,14 +43,15 @@ CONFIGS: dict[int, dict[int, str]] = {
         512: "16x16 w8 s2 p1 wcj/wj",
     },
 }
-# Below eight bits, instructions are the limit, and sequences of up to 8 rows have turned products (`panels.is_turned`).
-# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own. Others have these:
+# Below eight bits, for sequences of any number of rows.
 BELOW_EIGHT_BITS = {
     64: "16x128 w4 s3 p2 wj/wj, 64x128 w4 s3u p2 /wj",
     128: "16x128 w4 s3 p2 wj/wj, 64x32 w4 s3u p2 /w, 128x64 w8 s3u p1 //w",
     256: "16x32 w4 s3 p2 wj/w, 16x128 w4 s2 p2 wj/wj, 128x32 w8 s3u p1 //w",
     512: "16x16 w4 s1 p1 w/w, 16x32 w8 s3 p1 wcj/wj, 32x32 w8 s2u p1 /wj",
 }
+# There, instructions are the limit, and sequences of up to 8 rows have turned products too (`panels.is_turned`).
+# Programs of one warp are a multiple of four: each quarter of an SM has registers of its own.
 TURNED = {
     64: "8x32 w1 s3 p16 wcj/wj, 8x64 w1 s3 p12 wcj/wj",
     128: "8x32 w1 s3 p12 wcj/wj, 8x64 w1 s3 p8 wcj/wj",
