@@ -42,7 +42,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
 
     All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
     and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode
-    and one of what is left; then prompts may have few keys, and one that decodes the most.
+    and one of what is left; then prompts may have no keys before, and one that decodes the most.
     """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
@@ -51,15 +51,15 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     if request.is_ragged:
         own, others = max(1, (tokens - queries) // (num_seqs - 1)), num_seqs - 1
         long = max(1, min(num_seqs, round((tokens - num_seqs) / max(1, queries - 1))))  # if others have one query each
-        decoding, few = max(0, num_seqs - long - 1), max(1, keys // 4)
+        decoding = max(0, num_seqs - long - 1)
         rest = max(1, min(queries, tokens - long * queries - decoding))  # of a shorter chunk
         found = [
             (1.0, ((queries, keys, long), (rest, keys, num_seqs - long - decoding), (1, keys, decoding))),
             (1.0, ((queries, max(queries, keys // 4), 1), (own, keys, 1), (own, max(own, keys // 4), others - 1))),
         ]  # fmt: skip
         if decoding:
-            prompts = (queries, max(queries, keys // 8), long), (rest, max(rest, few), num_seqs - long - decoding)
-            found.append((1.0, (*prompts, (1, keys, 1), (1, few, decoding - 1))))
+            prompts = (queries, queries, long), (rest, rest, num_seqs - long - decoding)
+            found.append((1.0, (*prompts, (1, keys, 1), (1, max(1, keys // 8), decoding - 1))))
     else:
         some, most = max(1, num_seqs // 4), num_seqs - 1 - max(1, num_seqs // 4)
         half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
