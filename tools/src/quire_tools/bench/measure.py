@@ -172,7 +172,7 @@ class Peer:
         slow: it compiles for seconds per case, so it is measured on the cases of --quick only, unless it is named.
         serves: which layouts of keys and values; it takes no part in cases of others.
         in_fp8: it multiplies fp8 latents in fp8, queries included, so its results have the budget of that arithmetic.
-            Records are rounded to bfloat16 by all.
+            None does with records.
         for_hopper: its kernels, or its configurations of them, are for Hopper GPUs; it takes no part where an older
             card's code runs.
         scores: which functions on scores it serves, and whether ALiBi, of `bench.scores`. Adapters refuse softcaps.

@@ -19,7 +19,7 @@ class Sample:
     """The oracle's results for queries at both ends of some sequences.
 
     The sequences are the first, the last, the longest, and the one with the most queries.
-    Records have the budget of arithmetic in bfloat16, to which that rounds what they hold, as FlashMLA does.
+    The scales of records are powers of two, so it changes nothing that FlashMLA rounds what they hold to bfloat16.
 
     Args:
         inputs: of the case.
