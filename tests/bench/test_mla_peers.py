@@ -16,11 +16,12 @@ from quire.dispatch.device import compile_for
 from quire.targets import TARGETS
 from quire_tools.bench import measure
 from quire_tools.bench.case import RECORDS, Case, Pool
-from quire_tools.bench.cases import over_latents
+from quire_tools.bench.cases import cases, over_latents
 from quire_tools.bench.inputs import make_inputs
 from quire_tools.bench.peers import PEERS
 from quire_tools.bench.peers.call_quire import quire_with_fp8_products
 from quire_tools.bench.sample import Sample
+from quire_tools.cli.bench_measure import launch_of
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (
@@ -273,6 +274,17 @@ def test_products_in_fp8_are_measured_where_plans_choose_them():
         call = quire_with_fp8_products(inputs, inputs.empty_out())(inputs.tables[0])
     plan = call.args[2]
     assert plan.launch.fp8_mma and not inputs.case.spec.allow_fp8
+
+
+@pytest.mark.parametrize("case", cases(["chosen"]), ids=lambda case: case.name)
+def test_lists_are_planned_and_compiled_for_the_kernel_of_lists(case):
+    """In records of more than 32 heads this takes `allow_fp8`. A pool of a few slots is enough to plan."""
+    launch = launch_of(case)
+    assert (launch.width, launch.layout) == (2048, "fp8_ds_mla" if case.kv_dtype else "NHD")
+    inputs = make_inputs(replace(case, lens=((1, 40),) * 3, pool=Pool(128)), "cpu", max_tables=1)
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *facts: None):
+        plan = inputs.plan(inputs.tables[0])
+    assert plan.kernel == "chosen_hopper" and plan.launch_for(inputs.pools[0]) is plan.launch
 
 
 def test_libraries_take_part_in_the_layouts_that_they_serve():

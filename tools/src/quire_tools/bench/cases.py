@@ -258,7 +258,7 @@ SETS = {
     "mla_prefill": MLA_PREFILL,
     "chosen": (
         *(over_lists(*sizes, kv_dtype=kv_dtype) for kv_dtype in (None, RECORDS) for sizes in CHOSEN),
-        *(prompt_over_lists(*options) for options in ((16,), (16, 0.75), (64,), (128,))),
+        *(prompt_over_lists(heads, shared) for heads, shared in ((16, 0.0), (16, 0.75), (64, 0.0), (128, 0.0))),
     ),
 }
 QUICK = (
