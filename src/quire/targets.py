@@ -254,6 +254,8 @@ class Launch:
         page_size: tokens per page.
         packed: whether it is a launch of `quire.varlen_attention`, whose keys are not paged.
         return_lse: whether the lse is asked for.
+        width: entries of the list of slots that each query token has; 0 where it has none.
+        layout: of a cache that is paged.
         options: further arguments of `quire.plan`, as pairs of name and value.
     """
 
@@ -265,6 +267,8 @@ class Launch:
     page_size: int = 16
     packed: bool = False
     return_lse: bool = False
+    width: int = 0
+    layout: str = "NHD"
     options: tuple[tuple[str, Any], ...] = ()
 
     def compile(self, target: Target) -> tuple[quire.Plan, list[Compiled]]:
@@ -273,6 +277,9 @@ class Launch:
             starts = None if self.max_query_len == 1 else torch.zeros(self.num_seqs + 1, dtype=torch.int32)
             table = torch.zeros(self.num_seqs, cdiv(self.max_seq_len, self.page_size), dtype=torch.int32)
             batch = quire.Batch(table, torch.zeros(self.num_seqs, dtype=torch.int32), starts)
+            if self.width:
+                lists = torch.zeros(self.num_tokens, self.width, dtype=torch.int32)
+                batch = replace(batch, chosen=quire.ChosenKeys(lists, are_slots=True))
             if self.packed:
                 batch = quire.Batch.varlen(starts, torch.zeros(self.num_seqs + 1, dtype=torch.int32))
             spec, options = self.spec, dict(self.options)
@@ -289,7 +296,7 @@ class Launch:
             slopes = torch.zeros(spec.num_q_heads) if spec.alibi else None
             extras = tuple(torch.zeros(extra.with_size(1), dtype=extra.dtype) for extra in spec.extras)
             options = {"sinks": sinks, "alibi_slopes": slopes, "extras": extras, "return_lse": self.return_lse}
-            cache = quire.PagedKVCache.empty(spec, 4, self.page_size)
+            cache = quire.PagedKVCache.empty(spec, 4, self.page_size, layout=self.layout)
             if self.packed:
                 quire.varlen_attention(q, cache.k.flatten(0, 1), cache.v.flatten(0, 1), plan, **options)
             else:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.drawn import visible_pairs
 from quire_tools.bench import cases as workloads
-from quire_tools.bench.case import KINDS, MODELS, Case
+from quire_tools.bench.case import KINDS, MODELS, RECORDS, Case, Pool
 from quire_tools.bench.cases import SETS, cases, cases_from_trace, log_normal
 from quire_tools.bench.roofline import Ceilings
 
@@ -85,6 +85,33 @@ def test_latents_are_decoded_by_16_to_128_heads_in_two_dtypes_and_expanded_for_p
         assert (case.spec.head_dim, case.spec.head_dim_v) == (192, 128)
     chunk = cases(["mla_prefill"], "chunk")[0]
     assert chunk.lens == ((2048, 14336 + 2048),)
+
+
+def test_tokens_choose_keys_in_decode_in_two_dtypes_and_in_prompts():
+    names = [case.name for case in cases(["chosen"])]
+    assert len(names) == 7 + 7 + 4
+    assert {"chosen 1x2048 h16", "chosen 128x2048 h128 records"} < set(names)
+    assert {"chosen prefill 8192x2048 h16, 75 % shared", "chosen prefill 8192x2048 h128"} < set(names)
+    for case in cases(["chosen"]):
+        assert (case.layout, case.page_size, case.spec.causal) == ("chosen keys", 64, False)
+        assert case.pool.num_slots == 262_144 and set(case.seq_lens) == {2048}
+
+
+def test_chosen_keys_are_counted_once_however_many_tokens_choose_them():
+    case = Case("lists", "chosen decode", ((1, 100),) * 3, "MLA, 16 heads", 64, pool=Pool(4096))
+    named = 4096 - 4096 * (1 - 100 / 4096) * (1 - 100 / 3996) ** 2
+    assert case.nbytes == 2 * 576 * round(named) + 2 * 3 * 16 * (576 + 512)
+    assert case.flops == 2 * 3 * 100 * 16 * (576 + 512)
+    assert replace(case, kv_dtype=RECORDS).nbytes == case.nbytes - round(named) * (2 * 576 - 656)
+    one = replace(case, lens=((1, 100),))
+    assert one.nbytes == 2 * 576 * 100 + 2 * 16 * (576 + 512)
+    prompt = replace(case, kind="chosen prefill", lens=((3, 100),))
+    assert (prompt.nbytes, prompt.flops) == (case.nbytes, case.flops)
+
+
+def test_many_heads_over_records_are_planned_with_rounding_as_flash_mla_rounds():
+    assert {case.spec.allow_fp8 for case in cases(["chosen"], "records")} == {True}
+    assert not any(case.spec.allow_fp8 for case in cases(["chosen"]) if case.kv_dtype is None)
 
 
 def test_lengths_depend_on_the_seed_alone():

@@ -10,14 +10,15 @@ import triton
 import quire
 from quire.targets import TARGETS
 from quire_tools.bench import measure
-from quire_tools.bench.case import Case, Model
+from quire_tools.bench.case import RECORDS, Case, Model, Pool
 from quire_tools.bench.cases import cases
-from quire_tools.bench.inputs import make_inputs
+from quire_tools.bench.inputs import draw_lists, make_inputs
 from quire_tools.bench.peers import BASELINES, PEERS, Peer, quire_calls
 from quire_tools.bench.roofline import DATA_SHEETS, from_data_sheet
 from quire_tools.bench.sample import Sample, rounded_to_fp8
 
 INTERPRETED = triton.knobs.runtime.interpret
+RECORDS_CASE = Case("lists", "chosen decode", ((1, 40),) * 3, "MLA, 16 heads", 64, kv_dtype=RECORDS, pool=Pool(256))
 
 
 def test_a_floor_is_bytes_or_flops_whichever_takes_longer(ceilings):
@@ -60,18 +61,62 @@ def test_a_sample_has_both_ends_of_the_first_last_longest_and_widest_sequence():
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
 def test_inputs_of_every_kind_of_case_are_made_and_judged():
     kinds = {
-        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size, c.layout): c
+        (c.dtype, c.kv_dtype, c.spec.sinks, c.spec.sliding_window, c.page_size, c.layout, c.kind == "chosen prefill"): c
         for c in sorted(cases(), key=lambda c: -c.spec.num_q_heads)
     }
     assert len(kinds) > 10
     for case in kinds.values():
         small = replace(case, lens=((2, 150), (3, 40)), shared_prefix=min(case.shared_prefix, 32))
+        if case.pool is not None:
+            small = replace(case, lens=((2, 40), (3, 40)), pool=replace(case.pool, num_slots=256))
         inputs = make_inputs(small, "cpu", max_tables=2)
         out = inputs.empty_out()
         quire_calls(inputs, out)(inputs.tables[1])()
         sample = Sample(inputs, inputs.tables[1])
         assert sample.judge(out).passed, case
         assert not sample.judge(out * 1.2).passed, case
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.75])
+def test_lists_are_of_random_slots_in_order_of_which_the_token_before_has_a_share(shared):
+    pool, lists = Pool(512, shared), torch.full((40, 64), -1, dtype=torch.int32)
+    draw_lists(lists, pool, torch.Generator().manual_seed(3))
+    assert (lists.diff() > 0).all() and lists.min() >= 0 and lists.max() < 512
+    in_common = [len(set(a) & set(b)) for a, b in zip(lists.tolist(), lists[1:].tolist(), strict=False)]
+    assert set(in_common) == {round(64 * shared)}
+
+
+@pytest.mark.parametrize(("num_lists", "shared"), [(1, 0.0), (5, 0.0), (5, 0.75), (40, 0.75)])
+def test_the_expected_number_of_slots_in_lists_is_that_of_many_draws(num_lists, shared):
+    pool, generator = Pool(512, shared), torch.Generator().manual_seed(0)
+    counts = []
+    for _ in range(60):
+        lists = torch.empty(num_lists, 64, dtype=torch.int32)
+        draw_lists(lists, pool, generator)
+        counts.append(len(lists.unique()))
+    assert pool.num_named(num_lists, 64) == pytest.approx(sum(counts) / len(counts), rel=0.01)
+
+
+def test_each_table_of_lists_has_a_pool_of_its_own(monkeypatch):
+    case = Case("small", "chosen decode", ((1, 40),) * 3, "MLA, 16 heads", 64, dtype="float32", pool=Pool(128))
+    monkeypatch.setattr("quire_tools.bench.inputs.l2_bytes", lambda device: 10**6)
+    inputs = make_inputs(case, "cpu")
+    assert len(inputs.tables) == len(inputs.pools) > 20
+    for i, table in enumerate(inputs.tables):
+        assert inputs.cache_of(table) is inputs.pools[i]
+        assert torch.equal(inputs.pools[i].latents, inputs.cache.latents[2 * i : 2 * i + 2])
+    assert not torch.equal(inputs.tables[0], inputs.tables[1])
+    monkeypatch.setattr("quire_tools.bench.inputs.MOST_POOL_BYTES", 7 * 128 * 576 * 4)
+    assert len(make_inputs(case, "cpu").tables) == 7
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+def test_bfloat16_holds_what_records_hold():
+    inputs = make_inputs(RECORDS_CASE, "cpu", max_tables=2)
+    numbers, scales, rope = (x.flatten(0, 1).float() for x in inputs.pools[0].records)
+    latents = numbers * scales.repeat_interleave(128, 1)
+    assert torch.equal(latents, latents.bfloat16().float())
+    assert 0.9 < latents.std() < 1.1 and 0.9 < rope.std() < 1.1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
@@ -219,6 +264,15 @@ def test_right_results_are_timed_and_the_others_have_a_reason():
     checked, *captured = (table.data_ptr() for table in tables)
     assert captured[0] == checked
     assert len(captured) == len(set(captured)) == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+@pytest.mark.pytorch
+@pytest.mark.usefixtures("without_graphs")
+def test_records_are_judged_by_one_budget_whoever_reads_them():
+    (ours,) = (peer for peer in PEERS if peer.name == "Quire")
+    found = measure.compare(RECORDS_CASE, [ours, replace(ours, name="in fp8", in_fp8=True)], seconds=0.01)
+    assert found["Quire"].of_budget == found["in fp8"].of_budget <= 1
 
 
 @pytest.mark.pytorch

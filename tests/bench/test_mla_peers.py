@@ -5,6 +5,7 @@ hands over the wrong half, table, length or scale gives a wrong result, and one 
 """
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,12 +15,13 @@ import triton
 from quire.dispatch.device import compile_for
 from quire.targets import TARGETS
 from quire_tools.bench import measure
-from quire_tools.bench.case import Case
-from quire_tools.bench.cases import over_latents
+from quire_tools.bench.case import RECORDS, Case, Pool
+from quire_tools.bench.cases import cases, over_latents
 from quire_tools.bench.inputs import make_inputs
 from quire_tools.bench.peers import PEERS
 from quire_tools.bench.peers.call_quire import quire_with_fp8_products
 from quire_tools.bench.sample import Sample
+from quire_tools.cli.bench_measure import launch_of
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter has no bfloat16")
 LATENTS = (
@@ -31,6 +33,12 @@ PACKED = (
     Case("prompts", "MLA prefill", ((40, 40), (13, 13)), "MLA, 16 heads, expanded", 1, packed=True),
     Case("a chunk", "MLA prefill", ((20, 70),), "MLA, 16 heads, expanded", 1, packed=True),
 )
+CHOSEN = (
+    Case("lists", "chosen decode", ((1, 40),) * 5, "MLA, 16 heads", 64, pool=Pool(256)),
+    Case("lists of a prompt", "chosen prefill", ((9, 40),), "MLA, 16 heads", 64, pool=Pool(256, shared=0.75)),
+    Case("many heads", "chosen decode", ((1, 40),) * 3, "MLA, 128 heads", 64, pool=Pool(256)),
+)
+IN_RECORDS = tuple(replace(case, kv_dtype=RECORDS) for case in CHOSEN)
 
 
 def attend(q, k, v, scale):
@@ -110,11 +118,11 @@ class MLAWrapper:
     def plan(
         self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type
     ):
-        assert causal and (head_dim_ckv, head_dim_kpe, page_size) == (512, 64, 64)
-        self.metadata, self.scale = metadata, sm_scale
+        assert causal and (head_dim_ckv, head_dim_kpe) == (512, 64)
+        self.metadata, self.scale, self.page_size = metadata, sm_scale, page_size
 
     def run(self, *, query, kv_cache, out, **scales):
-        assert bool(scales) == (kv_cache.dtype is torch.float8_e4m3fn)
+        assert bool(scales) == (kv_cache.dtype is torch.float8_e4m3fn) and kv_cache.shape[1] == self.page_size
         for (begin, end), (first, last), n in zip(*self.metadata[:2], self.metadata[3], strict=True):
             latents = paged(kv_cache.float(), self.metadata[2][first:last], n)[:, None]
             out[begin:end] = attend(query[begin:end], latents, latents[..., :512], self.scale)
@@ -136,6 +144,32 @@ def flash_mla_with_kvcache(
 def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, is_fp8_kvcache=False, use_legacy=False):
     assert use_legacy and h_k == 1 and num_q_tokens_per_head_k % 16 == 0
     return seqlens_k, seqlens_k
+
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, use_legacy=False, return_log2_lse=None):
+    assert use_legacy and return_log2_lse is False and q.shape[1] in (64, 128)
+    assert kv.dim() == indices.dim() == 3 and indices.dtype == torch.int32 and kv.dtype == q.dtype
+    rows = [
+        attend(q[i : i + 1], kv[lists[0].long()], kv[lists[0].long(), :, :d_v], sm_scale)
+        for i, lists in enumerate(indices)
+    ]
+    return [torch.cat(rows), None, None]
+
+
+def flash_mla_with_records(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
+    causal=False, is_fp8_kvcache=None, indices=None, use_legacy=False,
+):  # fmt: skip
+    assert use_legacy and is_fp8_kvcache and not causal and block_table is cache_seqlens is num_splits is None
+    assert q.shape[1] == 1 and q.shape[2] in (64, 128) and k_cache.shape[1:] == (64, 1, 656)
+    vars(tile_scheduler_metadata).setdefault("shape", q.shape)  # a schedule is for batches of one shape
+    assert tile_scheduler_metadata.shape == q.shape
+    numbers, scales, rope = k_cache.flatten(0, 2).split([512, 16, 128], 1)
+    numbers = numbers.contiguous().view(torch.float8_e4m3fn).float()
+    numbers *= scales.contiguous().view(torch.float32).repeat_interleave(128, 1)
+    kv = torch.cat([numbers.to(torch.bfloat16), rope.contiguous().view(torch.bfloat16)], 1)[:, None]
+    out, *_ = flash_mla_sparse_fwd(q[:, 0], kv, indices, softmax_scale, head_dim_v, True, False)
+    return out[:, None], None
 
 
 def decode_attention_fwd(
@@ -162,7 +196,11 @@ MODULES = {
         "flash_mla_with_kvcache": flash_mla_with_kvcache,
         "get_mla_decoding_metadata": get_mla_decoding_metadata,
     },
-    "flash_mla.flash_mla_interface": {"FlashMLASchedMeta": SimpleNamespace},
+    "flash_mla.flash_mla_interface": {
+        "FlashMLASchedMeta": SimpleNamespace,
+        "flash_mla_sparse_fwd": flash_mla_sparse_fwd,
+        "flash_mla_with_kvcache": flash_mla_with_records,
+    },
     "flashinfer": {"BatchPrefillWithRaggedKVCacheWrapper": RaggedWrapper},
     "flashinfer.mla": {"BatchMLAPagedAttentionWrapper": MLAWrapper, "MLAPlanMetadata": MLAPlanMetadata},
 }
@@ -187,11 +225,11 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("FlashAttention 3", LATENTS + PACKED),
-        ("FlashMLA", LATENTS + FP8),
+        ("FlashAttention 3", LATENTS + PACKED + CHOSEN),
+        ("FlashMLA", LATENTS + FP8 + CHOSEN + IN_RECORDS),
         ("FlashMLA in vLLM", LATENTS),
         ("FlashInfer fa2", LATENTS),
-        ("FlashInfer fa3", LATENTS + FP8 + PACKED),
+        ("FlashInfer fa3", LATENTS + FP8 + PACKED + CHOSEN),
         ("vLLM Triton MLA", LATENTS + FP8),
     ],
 )
@@ -206,6 +244,7 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
             sample = Sample(inputs, table)
             judged = out if result is None else result.reshape(out.shape)
             assert sample.judge(judged, peer.in_fp8 and case in FP8).passed, case
+            assert case in FP8 or not sample.judge(judged * 1.1).passed, case
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -216,6 +255,8 @@ def test_adapters_hand_over_what_gives_right_results(name, cases):
         ("FlashMLA in vLLM", FP8[0]),
         ("Quire, fp8 products", FP8[0]),
         ("FlashInfer fa2", FP8[0]),
+        ("FlashAttention 3", IN_RECORDS[0]),
+        ("FlashInfer fa3", IN_RECORDS[0]),
         ("FlashMLA", Case("unequal", "MLA decode", ((1, 5), (2, 7)), "MLA, 16 heads", 64)),
         ("vLLM Triton MLA", Case("unequal", "MLA decode", ((1, 5), (2, 7)), "MLA, 16 heads", 64)),
     ],
@@ -235,9 +276,21 @@ def test_products_in_fp8_are_measured_where_plans_choose_them():
     assert plan.launch.fp8_mma and not inputs.case.spec.allow_fp8
 
 
+@pytest.mark.parametrize("case", cases(["chosen"]), ids=lambda case: case.name)
+def test_lists_are_planned_and_compiled_for_the_kernel_of_lists(case):
+    """In records of more than 32 heads this takes `allow_fp8`. A pool of a few slots is enough to plan."""
+    launch = launch_of(case)
+    assert (launch.width, launch.layout) == (2048, "fp8_ds_mla" if case.kv_dtype else "NHD")
+    inputs = make_inputs(replace(case, lens=((1, 40),) * 3, pool=Pool(128)), "cpu", max_tables=1)
+    with compile_for(TARGETS["sm90"].properties, on_compile=lambda *facts: None):
+        plan = inputs.plan(inputs.tables[0])
+    assert plan.kernel == "chosen_hopper" and plan.launch_for(inputs.pools[0]) is plan.launch
+
+
 def test_libraries_take_part_in_the_layouts_that_they_serve():
     by_layout = {
-        layout: [peer.name for peer in PEERS if layout in peer.serves] for layout in ("pages", "latents", "packed")
+        layout: [peer.name for peer in PEERS if layout in peer.serves]
+        for layout in ("pages", "latents", "packed", "chosen keys")
     }
     assert by_layout["latents"] == [
         "Quire",
@@ -251,5 +304,6 @@ def test_libraries_take_part_in_the_layouts_that_they_serve():
         "FlashInfer fa3",
         "vLLM Triton MLA",
     ]
+    assert by_layout["chosen keys"] == ["Quire", "FlashMLA", "FlashAttention 3", "FlashInfer fa3"]
     assert by_layout["packed"] == ["Quire", "FlashAttention 3", "FlashInfer fa2", "FlashInfer fa3"]
     assert not {"FlashMLA", "vLLM Triton MLA", "Quire, portable"} & set(by_layout["pages"])

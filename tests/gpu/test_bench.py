@@ -10,7 +10,7 @@ import torch
 from quire.cli import main
 from quire.dispatch.device import OVERRIDE, device_properties
 from quire.targets import Launch, compile_all, current_target, this_gpu
-from quire_tools.bench.case import Case
+from quire_tools.bench.case import RECORDS, Case, Pool
 from quire_tools.bench.ceilings import measure_ceilings
 from quire_tools.bench.measure import NoResult, Timing, compare
 from quire_tools.bench.peers import PEERS, Peer, quire_calls
@@ -50,6 +50,17 @@ def test_right_results_are_timed_and_wrong_ones_reported():
         Case("drafts", "MLA decode", ((2, 300),) * 4, "MLA, 128 heads", 64),
         Case("long fp8 latents", "MLA decode", ((1, 9000),) * 32, "MLA, 128 heads", 64, kv_dtype="float8_e4m3fn"),
         Case("expanded", "MLA prefill", ((300, 300), (20, 100)), "MLA, 16 heads, expanded", 1, packed=True),
+        Case("lists", "chosen decode", ((1, 300),) * 4, "MLA, 16 heads", 64, pool=Pool(4096)),
+        Case(
+            "lists in records",
+            "chosen decode",
+            ((1, 300),) * 4,
+            "MLA, 128 heads",
+            64,
+            kv_dtype=RECORDS,
+            pool=Pool(4096),
+        ),
+        Case("a prompt's lists", "chosen prefill", ((1200, 300),), "MLA, 16 heads", 64, pool=Pool(4096, 0.75)),
     ],
     ids=lambda case: case.name,
 )

@@ -10,11 +10,37 @@ import quire
 from quire.drawn import PlanBounds, flops_of
 from quire_tools.bench.scores import SCORES
 
-Kind = Literal["decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "MLA prefill"]
+Kind = Literal[
+    "decode", "drafts", "prefill", "chunk", "mixed", "MLA decode", "MLA prefill", "chosen decode", "chosen prefill"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Layout = Literal["pages", "latents", "packed", "shared pages"]
+Layout = Literal["pages", "latents", "packed", "shared pages", "chosen keys"]
 DEFAULT_MODEL = "Llama-3-8B"
 KV_FORMATS = "int4", "nvfp4", "k8v4"  # of caches below eight bits
+RECORDS, RECORD_BYTES = "fp8_ds_mla", 656  # the layout of latents in e4m3 with their own scales, and bytes of a token
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The slots of which each query token has a list of its own.
+
+    Attributes:
+        num_slots: how many there are, a multiple of the page size.
+        shared: the share of its entries that a list has from the one of the token before. None of the others is there.
+    """
+
+    num_slots: int
+    shared: float = 0.0
+
+    def num_kept(self, width: int) -> int:
+        """Return how many entries of a list of `width` are also in that of the token before."""
+        return round(self.shared * width)
+
+    def num_named(self, num_lists: int, width: int) -> float:
+        """Return how many slots are expected to be in one list or more."""
+        left_out = 1 - width / self.num_slots  # probability for a slot, of the first list
+        for_others = 1 - (width - self.num_kept(width)) / (self.num_slots - width)
+        return self.num_slots * (1 - left_out * for_others ** (num_lists - 1))
 
 
 @dataclass(frozen=True)
@@ -90,15 +116,17 @@ class Case:
     Attributes:
         name: unique among the cases.
         kind: one of KINDS.
-        lens: (query length, sequence length) of each sequence, new tokens included.
+        lens: (query length, sequence length) of each sequence, new tokens included. Where there is a pool, the second
+            is the keys that each query token chooses, the same for all sequences.
         model: a key of MODELS; where there is a `layer`, its heads in words.
         page_size: tokens per page.
         dtype: name of the torch dtype of the queries.
-        kv_dtype: name of the torch dtype of the cache, or one of KV_FORMATS; `dtype` when not given.
+        kv_dtype: name of the torch dtype of the cache, one of KV_FORMATS, or RECORDS; `dtype` when not given.
         packed: keys and values are not paged but packed, sequence after sequence. The page size is then 1.
         shared_prefix: leading keys that all sequences have in the same pages, a multiple of the page size.
         layer: the attention of a layer that none of MODELS has.
         scores: what it does to scores, a key of SCORES; None for nothing.
+        pool: of latents, the slots among which each query token chooses its keys; None where it sees all.
     """
 
     name: str
@@ -112,6 +140,7 @@ class Case:
     shared_prefix: int = 0
     layer: Model | None = None
     scores: str | None = None
+    pool: Pool | None = None
 
     @property
     def attention(self) -> Model:
@@ -136,6 +165,7 @@ class Case:
             head_dim_v=model.head_dim_v,
             softmax_scale=model.softmax_scale,
             latent=model.latent,
+            causal=self.pool is None,  # lists of slots say what is seen
             **fields,
         )
 
@@ -144,11 +174,20 @@ class Case:
         """How the cache stores numbers, as `AttentionSpec` takes it."""
         if self.kv_dtype in KV_FORMATS:
             return {"kv_format": self.kv_dtype}
+        if self.kv_dtype == RECORDS:  # kernels may round to bfloat16 what records hold, as FlashMLA does
+            return {"kv_dtype": torch.float8_e4m3fn, "allow_fp8": True}
         return {"kv_dtype": getattr(torch, self.kv_dtype or self.dtype)}
 
     @property
+    def cache_layout(self) -> str:
+        """The layout of a cache that is paged, as `PagedKVCache.empty` takes it."""
+        return RECORDS if self.kv_dtype == RECORDS else "NHD"
+
+    @property
     def layout(self) -> Layout:
-        """How keys and values are stored: in pages, in pages that sequences share, as latents in pages, or packed."""
+        """How keys and values are stored and named: in pages, packed, as latents in pages, or as latents in lists."""
+        if self.pool is not None:
+            return "chosen keys"
         if self.packed:
             return "packed"
         if self.shared_prefix:
@@ -197,19 +236,28 @@ class Case:
     @property
     def bytes_per_key(self) -> int:
         """Bytes of a token's keys and values in one layer. A latent is both."""
-        return self.spec.bytes_per_token
+        return RECORD_BYTES if self.kv_dtype == RECORDS else self.spec.bytes_per_token
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that must be moved: every visible key and value once, queries, outputs."""
+        """Bytes that must be moved: every visible key and value once, queries, outputs. Lists of keys are not counted.
+
+        Of chosen keys, it is as many as are expected to be in one list or more.
+        """
         spec = self.spec
-        keys = sum(min(s, spec.window[0] + q) for q, s in self.lens) - (len(self.lens) - 1) * self.shared_prefix
+        if self.pool is not None:
+            keys = round(self.pool.num_named(self.num_tokens, self.bounds["max_seq_len"]))
+        else:
+            keys = sum(min(s, spec.window[0] + q) for q, s in self.lens) - (len(self.lens) - 1) * self.shared_prefix
         cache = keys * self.bytes_per_key
         return cache + self.num_tokens * spec.num_q_heads * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
 
     @cached_property
     def flops(self) -> int:
         """Operations of the two matrix products over visible keys; a multiply-add is two."""
+        if self.pool is not None:
+            pairs = sum(q * s for q, s in self.lens)
+            return 2 * pairs * self.spec.num_q_heads * (self.spec.head_dim + self.spec.head_dim_v)
         return flops_of(self.spec, self.lens)
 
     @property

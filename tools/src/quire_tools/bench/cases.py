@@ -12,7 +12,7 @@ from typing import Unpack
 
 import torch
 
-from quire_tools.bench.case import DEFAULT_MODEL, KV_FORMATS, KV_MODELS, Case, CaseOptions, Kind
+from quire_tools.bench.case import DEFAULT_MODEL, KV_FORMATS, KV_MODELS, RECORDS, Case, CaseOptions, Kind, Pool
 from quire_tools.bench.scores import SCORES
 
 
@@ -113,6 +113,20 @@ def over_expanded(num_heads: int, lens: Sequence[tuple[int, int]], name: str) ->
     return Case(f"MLA {name} h{num_heads}", "MLA prefill", tuple(lens), model, page_size=1, packed=True)
 
 
+def over_lists(num_heads: int, num_seqs: int, *, kv_dtype: str | None = None) -> Case:
+    """Make a case of sequences that decode, each over a list of latents."""
+    name = f"chosen {num_seqs}x{LIST} h{num_heads}{' records' if kv_dtype else ''}"
+    lens, model = ((1, LIST),) * num_seqs, f"MLA, {num_heads} heads"
+    return Case(name, "chosen decode", lens, model, page_size=64, kv_dtype=kv_dtype, pool=Pool(POOL))
+
+
+def prompt_over_lists(num_heads: int, shared: float = 0.0) -> Case:
+    """Make a case of a prompt of 8,192 tokens, each over a list of latents."""
+    name = f"chosen prefill 8192x{LIST} h{num_heads}{f', {100 * shared:.0f} % shared' if shared else ''}"
+    model = f"MLA, {num_heads} heads"
+    return Case(name, "chosen prefill", ((8192, LIST),), model, page_size=64, pool=Pool(POOL, shared))
+
+
 def with_scores(case: Case) -> Iterator[Case]:
     """Make a case as it is, and with each change of scores."""
     yield case
@@ -120,6 +134,7 @@ def with_scores(case: Case) -> Iterator[Case]:
         yield replace(case, name=f"{case.name} {name}", scores=name)
 
 
+LIST, POOL = 2048, 8 * 32768  # keys that a token chooses, and slots of 8 sequences among which it does
 FP8: CaseOptions = {"kv_dtype": "float8_e4m3fn"}
 DECODE = (
     *(decode(1, n) for n in (128, 1024, 4096, 16384, 131072)),
@@ -179,6 +194,7 @@ MLA_PREFILL = (
     over_expanded(128, [(1024, 1024)] * 8, "prefill 8x1024"),
     over_expanded(16, [(2048, 16384)], "chunk 2048 on 16384"),
 )
+CHOSEN = *((16, n) for n in (1, 8, 32, 128)), *((128, n) for n in (8, 32, 128))  # heads and sequences
 SETS = {
     "decode": DECODE,
     "prefill": PREFILL,
@@ -240,6 +256,10 @@ SETS = {
     ),
     "mla": MLA,
     "mla_prefill": MLA_PREFILL,
+    "chosen": (
+        *(over_lists(*sizes, kv_dtype=kv_dtype) for kv_dtype in (None, RECORDS) for sizes in CHOSEN),
+        *(prompt_over_lists(heads, shared) for heads, shared in ((16, 0.0), (16, 0.75), (64, 0.0), (128, 0.0))),
+    ),
 }
 QUICK = (
     "decode 1x4096",
@@ -259,7 +279,7 @@ QUICK = (
 
 def identity(case: Case) -> tuple[object, ...]:
     """Return what makes two cases the same batch, whatever their names."""
-    return case.lens, case.spec, case.page_size, case.packed, case.shared_prefix
+    return case.lens, case.spec, case.page_size, case.packed, case.shared_prefix, case.pool
 
 
 def sets_of(case: Case) -> list[str]:

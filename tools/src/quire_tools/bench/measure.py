@@ -6,7 +6,7 @@ A library that multiplies latents in fp8 has the budget of that arithmetic.
 At least as many calls as a model has layers are captured as one graph, so launch gaps do not count, and what a library
 does once per step, such as to find a schedule, counts once.
 Each call has another page table than the one before. No two tables share a page, and all come in turn, so a warm L2
-cache helps no library.
+cache helps no library. Where query tokens choose keys, tables are their lists, and each has a pool of its own.
 The graphs of all libraries are replayed round-robin, so clock drift affects all of them alike.
 The order is another one in each round, so what runs before a library affects all of them alike too.
 The result is the median over the replays.
@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from quire_tools.bench.case import Case, Layout
+from quire_tools.bench.case import RECORDS, Case, Layout
 from quire_tools.bench.inputs import Inputs, make_inputs
 from quire_tools.bench.sample import Sample
 
@@ -172,6 +172,7 @@ class Peer:
         slow: it compiles for seconds per case, so it is measured on the cases of --quick only, unless it is named.
         serves: which layouts of keys and values; it takes no part in cases of others.
         in_fp8: it multiplies fp8 latents in fp8, queries included, so its results have the budget of that arithmetic.
+            None does with records.
         for_hopper: its kernels, or its configurations of them, are for Hopper GPUs; it takes no part where an older
             card's code runs.
         scores: which functions on scores it serves, and whether ALiBi, of `bench.scores`. Adapters refuse softcaps.
@@ -268,7 +269,7 @@ def check_and_capture(peer: Peer, inputs: Inputs, sample: Sample) -> Candidate:
     result = call()
     torch.cuda.synchronize()
     scratch_bytes = torch.cuda.max_memory_allocated(device) - before
-    in_fp8 = peer.in_fp8 and spec.kv_dtype.itemsize == 1
+    in_fp8 = peer.in_fp8 and spec.kv_dtype.itemsize == 1 and inputs.case.kv_dtype != RECORDS
     verdict = sample.judge(out if result is None else result.reshape(out.shape), in_fp8)
     del result
     if not verdict.passed:

@@ -1,6 +1,7 @@
 """A sample of a library's output, judged by the float64 oracle before the library is timed."""
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -8,7 +9,7 @@ import torch
 
 import quire
 from quire.testing import Oracle, Problem, Verdict
-from quire_tools.bench.inputs import Inputs
+from quire_tools.bench.inputs import Inputs, batch_of_lists
 from quire_tools.bench.scores import SCORES
 
 SAMPLE = 16  # queries at each end of a sequence that are compared with the oracle
@@ -18,10 +19,11 @@ class Sample:
     """The oracle's results for queries at both ends of some sequences.
 
     The sequences are the first, the last, the longest, and the one with the most queries.
+    The scales of records are powers of two, so it changes nothing that FlashMLA rounds what they hold to bfloat16.
 
     Args:
         inputs: of the case.
-        table: the page table that results are made with.
+        table: the page table, or the lists, that results are made with.
     """
 
     def __init__(self, inputs: Inputs, table: torch.Tensor) -> None:
@@ -41,20 +43,20 @@ class Sample:
                 seq_lens.append(seq_len)
                 offsets.append(seq_len - q_len + begin)
         self.rows = torch.cat(rows)
-        batch = quire.Batch(
-            table[seqs],
-            inputs.seq_lens[seqs],
-            torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
-            query_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
-        )
+        row_starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+        if case.pool is None:
+            first = torch.tensor(offsets, dtype=torch.int32, device=device)
+            batch = quire.Batch(table[seqs], inputs.seq_lens[seqs], row_starts, query_offsets=first)
+        else:
+            batch = batch_of_lists(table[self.rows], inputs.seq_lens[seqs], row_starts)
         q = inputs.q[self.rows]
         extras = inputs.extras
         if case.scores is not None and SCORES[case.scores].per_token:
             extras = tuple(extra[self.rows] for extra in extras)
         problem = Problem(
-            case.spec,
+            replace(case.spec, allow_fp8=False),
             batch,
-            inputs.cache,
+            inputs.cache_of(table),
             q,
             tuple(query_lens),
             tuple(seq_lens),

@@ -162,7 +162,15 @@ def options_of(peer: Peer) -> dict[str, Any] | None:
 
 def launch_of(case: Case) -> Launch:
     """Return the launch that Quire's plan for a case leads to."""
-    return Launch(case.spec, len(case.lens), **case.bounds, page_size=case.page_size, packed=case.packed)
+    return Launch(
+        case.spec,
+        len(case.lens),
+        **case.bounds,
+        page_size=case.page_size,
+        packed=case.packed,
+        width=0 if case.pool is None else case.bounds["max_seq_len"],
+        layout=case.cache_layout,
+    )
 
 
 def measure_case(

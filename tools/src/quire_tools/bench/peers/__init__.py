@@ -35,6 +35,7 @@ __all__ = ["BASELINES", "NAIVE", "PEERS", "Peer", "quire_calls", "quire_with_con
 NAIVE = "Quire, naive"
 EVERYTHING: tuple[Layout, ...] = get_args(Layout)
 LATENTS: tuple[Layout, ...] = ("latents",)
+LISTS: Layout = "chosen keys"
 PEERS = (
     Peer("Quire", "quire", quire_calls, plans=True, serves=EVERYTHING, scores=tuple(SCORES)),
     Peer(
@@ -62,7 +63,7 @@ PEERS = (
         flash_mla_calls,
         plans=True,
         package="sgl-flash-mla",
-        serves=LATENTS,
+        serves=(*LATENTS, LISTS),
         in_fp8=True,
         for_hopper=True,
     ),
@@ -88,7 +89,7 @@ PEERS = (
         partial(flashinfer_calls, backend="fa2"),
         plans=True,
         package="flashinfer-python",
-        serves=EVERYTHING,
+        serves=tuple(layout for layout in EVERYTHING if layout != LISTS),
     ),
     Peer(
         "FlashInfer fa3",

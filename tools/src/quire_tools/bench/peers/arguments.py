@@ -1,8 +1,11 @@
 """What adapters share: refusals of cases, and a case's queries and window as libraries take them."""
 
+from dataclasses import replace
+
 import torch
 
 import quire
+from quire_tools.bench.case import RECORDS
 from quire_tools.bench.inputs import Inputs
 from quire_tools.bench.measure import NotServed
 
@@ -48,3 +51,25 @@ def uniform_tokens(inputs: Inputs) -> torch.Tensor:
     lens = set(inputs.case.query_lens)
     refuse(len(lens) > 1, "one query length per batch")
     return inputs.q.view(-1, *lens, *inputs.q.shape[1:])
+
+
+def each_token_a_sequence(inputs: Inputs) -> Inputs:
+    """Return inputs without chosen keys: each query token is a sequence, and its list is its pages, of one key each.
+
+    Other inputs are returned as they are. Lists in records are refused.
+    """
+    case, device = inputs.case, inputs.q.device
+    if case.pool is None:
+        return inputs
+    refuse(case.kv_dtype == RECORDS, "does not serve records")
+    width = case.bounds["max_seq_len"]
+    starts = torch.arange(case.num_tokens + 1, dtype=torch.int32, device=device)
+    pools = [quire.PagedKVCache.from_latents(p.latents.flatten(0, 1)[:, None], p.head_dim_v) for p in inputs.pools]
+    return replace(
+        inputs,
+        case=replace(case, lens=((1, width),) * case.num_tokens, page_size=1, pool=None),
+        pools=tuple(pools),
+        seq_lens=torch.full((case.num_tokens,), width, dtype=torch.int32, device=device),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts * width,
+    )

@@ -7,7 +7,7 @@ import torch
 
 from quire_tools.bench.inputs import Inputs
 from quire_tools.bench.measure import Call, Planner
-from quire_tools.bench.peers.arguments import halves, refuse, refuse_other_values, window_of
+from quire_tools.bench.peers.arguments import each_token_a_sequence, halves, refuse, refuse_other_values, window_of
 
 
 def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Planner:
@@ -16,6 +16,7 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
         get_scheduler_metadata,
     )
 
+    inputs = each_token_a_sequence(inputs)
     spec, case, bounds = inputs.case.spec, inputs.case, inputs.case.bounds
     refuse(spec.kv_dtype != spec.dtype, "fp8 caches only with fp8 queries")
     refuse(spec.sinks and version < 3, "does not serve sinks")
@@ -31,8 +32,9 @@ def flash_attention_calls(inputs: Inputs, out: torch.Tensor, version: int) -> Pl
         if case.packed:
             k, v = inputs.packed(table)
             return {"k": k, "v": v, "cu_seqlens_k": inputs.cu_seqlens_k}
-        k = inputs.cache.k[..., spec.head_dim_v :] if spec.latent else inputs.cache.k
-        return {"k": k, "v": inputs.cache.v, "seqused_k": inputs.seq_lens, "block_table": table}
+        cache = inputs.cache_of(table)
+        k = cache.k[..., spec.head_dim_v :] if spec.latent else cache.k
+        return {"k": k, "v": cache.v, "seqused_k": inputs.seq_lens, "block_table": table}
 
     def plan(table: torch.Tensor) -> Call:
         nonlocal metadata

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 
+from quire_tools.bench.case import RECORDS
 from quire_tools.bench.inputs import Inputs
 from quire_tools.bench.measure import Call, Planner
 from quire_tools.bench.peers.arguments import refuse, uniform_tokens
+
+SPARSE_HEADS = 64  # its kernels for lists serve this many, or twice as many
 
 
 def flash_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
@@ -15,6 +18,8 @@ def flash_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
     from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata  # pyright: ignore[reportMissingImports]
     from flash_mla.flash_mla_interface import FlashMLASchedMeta  # pyright: ignore[reportMissingImports]
 
+    if inputs.case.pool is not None:
+        return flash_mla_sparse_calls(inputs)
     spec = inputs.case.spec
     q = uniform_tokens(inputs)
     is_fp8 = spec.kv_dtype != spec.dtype
@@ -43,6 +48,53 @@ def flash_mla_calls(inputs: Inputs, out: torch.Tensor) -> Planner:
             **scales,
         )
         return lambda: call()[0]  # and not the lse
+
+    return plan
+
+
+def flash_mla_sparse_calls(inputs: Inputs) -> Planner:
+    """Call FlashMLA's kernels for lists: that for prompts where latents are in 16 bits, that for decode with records.
+
+    They serve 64 or 128 heads, so queries are padded beforehand, and the results of the padding are dropped.
+    """
+    from flash_mla.flash_mla_interface import (  # pyright: ignore[reportMissingImports]
+        FlashMLASchedMeta,
+        flash_mla_sparse_fwd,
+        flash_mla_with_kvcache,
+    )
+
+    spec = inputs.case.spec
+    q = torch.nn.functional.pad(inputs.q, (0, 0, 0, -spec.num_q_heads % SPARSE_HEADS))
+
+    def plan(table: torch.Tensor) -> Call:
+        cache, lists = inputs.cache_of(table), table[:, None]
+        if inputs.case.kv_dtype == RECORDS:
+            call = partial(
+                flash_mla_with_kvcache,
+                q[:, None],
+                cache.k,
+                None,
+                None,
+                spec.head_dim_v,
+                FlashMLASchedMeta(),
+                softmax_scale=spec.softmax_scale,
+                is_fp8_kvcache=True,
+                indices=lists,
+                use_legacy=True,
+            )
+            call()  # which makes the schedule
+        else:
+            call = partial(
+                flash_mla_sparse_fwd,
+                q,
+                cache.k.flatten(0, 1),
+                lists,
+                spec.softmax_scale,
+                spec.head_dim_v,
+                use_legacy=True,
+                return_log2_lse=False,  # nor the lse
+            )
+        return lambda: call()[0][..., : spec.num_q_heads, :]
 
     return plan
 

@@ -8,6 +8,7 @@ import torch
 from quire_tools.bench.inputs import Inputs
 from quire_tools.bench.measure import Call, Planner
 from quire_tools.bench.peers.arguments import (
+    each_token_a_sequence,
     refuse,
     refuse_other_values,
     refuse_special_dtypes_and_scores,
@@ -174,6 +175,7 @@ def call_and_drop(run: Callable[..., object], *args: object, **keywords: object)
 def flashinfer_mla_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Planner:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata  # pyright: ignore[reportMissingImports]
 
+    inputs = each_token_a_sequence(inputs)
     spec, case = inputs.case.spec, inputs.case
     is_fp8 = spec.kv_dtype != spec.dtype
     refuse(is_fp8 and backend != "fa3", "fp8 latents only in its fa3 kernels")
@@ -196,7 +198,7 @@ def flashinfer_mla_calls(inputs: Inputs, out: torch.Tensor, backend: str) -> Pla
             q_data_type=spec.dtype,
             kv_data_type=spec.kv_dtype,
         )
-        return partial(wrapper.run, query=inputs.q, kv_cache=inputs.cache.latents, out=out, **scales)
+        return partial(wrapper.run, query=inputs.q, kv_cache=inputs.cache_of(table).latents, out=out, **scales)
 
     return plan
 

@@ -26,7 +26,7 @@ def quire_calls(inputs: Inputs, out: torch.Tensor, **options: Any) -> Planner:
             workspace = made.workspace
         if inputs.case.packed:
             return partial(quire.varlen_attention, inputs.q, *inputs.packed(table), made, out=out)
-        return partial(quire.attention, inputs.q, inputs.cache, made, **inputs.arguments, out=out)
+        return partial(quire.attention, inputs.q, inputs.cache_of(table), made, **inputs.arguments, out=out)
 
     return plan
 
