@@ -125,6 +125,19 @@ def far_behind(q_pos, kv_pos):
     return kv_pos < q_pos - 15
 
 
+@quire.mask(
+    extras={"first": (torch.int32, None), "end": (torch.int32, None)},
+    bounds=lambda token, first, end: (first[token], end[token] - 1),
+)
+def own_interval(kv_pos, token, first):
+    return kv_pos >= first[token]
+
+
+@quire.score
+def two_numbers(score, q_pos, kv_pos):
+    return score + torch.where((q_pos - kv_pos) % 3 == 1, 0.3, -0.25)
+
+
 FUNCTIONS = {
     "softcap": {"score": softcap},
     "ALiBi": {"score": alibi},

@@ -429,7 +429,8 @@ def write_kv(
         v: new values, [num_tokens, num_kv_heads, head_dim_v].
         cache: the layer's pages, changed in place.
         slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. It may
-            be shorter than `k`. The further tokens of `k` are then padding.
+            be shorter than `k`. The further tokens of `k` are then padding. Its numbers are checked on a CPU alone: on a
+            GPU that would wait for the device, and a slot past the last page is memory out of bounds.
 
     Raises:
         TypeError: an argument is of another type.
@@ -475,7 +476,8 @@ def write_latent(
             where the cache has none.
         cache: the layer's latents, changed in place.
         slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. It may
-            be shorter than `c_kv`. The further tokens of `c_kv` are then padding.
+            be shorter than `c_kv`. The further tokens of `c_kv` are then padding. Its numbers are checked on a CPU
+            alone: on a GPU that would wait for the device, and a slot past the last page is memory out of bounds.
 
     Raises:
         TypeError: an argument is of another type.
@@ -521,8 +523,8 @@ def copy_pages(
 
     Args:
         src: cache to read.
-        dst: cache to write, of the same layout, dtype and page shape; may be `src`. No page may be written twice, or
-            read and written.
+        dst: cache to write, of the same layout, dtype and page shape, and with equal scales per tensor or head, which
+            are not compared; may be `src`. No page may be written twice, or read and written.
         page_pairs: [num_pairs, 2] (source page, destination page), int32 or int64, on any device; pairs with a negative
             page are left out.
 

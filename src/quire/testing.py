@@ -431,7 +431,7 @@ def unwritten(problem: Problem) -> tuple[PagedKVCache, dict[str, Any]]:
     Returns:
         A copy of the cache in which their slots are poisoned, and k, v and slot_mapping for `quire.attention`, which
         writes them again. Numbers of a quantised cache are read in float32, and are the same when they are written
-        again, except for those of records, which are rounded with other scales.
+        again, except for those of records and of caches with scales per token, which are rounded with other scales.
 
     Examples:
         >>> spec = quire.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)

@@ -167,6 +167,28 @@ def test_what_bounds_exclude_is_not_read(device):
     assert not quire.attention(p.q, p.cache, plan).isnan().any()
 
 
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.triton)])
+@pytest.mark.parametrize("heads", [HEADS, LATENTS], ids=["keys and values", "latents"])
+def test_keys_that_no_row_sees_are_not_read(heads, batch_invariant, device, assert_within_budget):
+    """They hold NaN: those of bounds without a key, and those of a row's bounds that are not in its own window."""
+    empty = {"mask": functions.own_interval}, (torch.tensor([0, 40, 7, 3]), torch.tensor([0, 46, 7, 2]))
+    apart = {"mask": functions.far_behind, "sliding_window": 5}, ()
+    for features, extras in (empty, apart):
+        spec = quire.AttentionSpec(**heads | features, dtype=torch.float32)
+        extras = tuple(extra.int() for extra in extras)
+        p = make_problem(spec, ((2, 48), (2, 60)), extras=extras, page_size=4, device=device)
+        plan = quire.plan(spec, p.batch, **p.bounds, batch_invariant=batch_invariant)
+        assert_within_budget(p, quire.attention(p.q, p.cache, plan, **p.tables, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_choice_of_two_numbers(dtype, device, assert_within_budget):
+    spec = quire.AttentionSpec(**HEADS, score=functions.two_numbers, dtype=dtype)
+    p = make_problem(spec, ((3, 50), (1, 17)), device=device)
+    plan = quire.plan(spec, p.batch, **p.bounds)
+    assert_within_budget(p, quire.attention(p.q, p.cache, plan, return_lse=True))
+
+
 def test_an_index_out_of_range_reads_the_nearest_number(solve, assert_within_budget):
     """Memory around the table holds NaN."""
     spec = quire.AttentionSpec(**HEADS, score=functions.relative, dtype=torch.float32)

@@ -79,10 +79,8 @@ def run(args: argparse.Namespace) -> int:
             done = replay(call, device, replan=args.replan, max_bytes=int(args.memory * GIB), on_step=status)
         except ValueError as error:
             raise CommandError(f"{args.file} must be a call that can be made again here: {error}") from None
-        except UnsupportedError as error:
+        except (UnsupportedError, RuntimeError) as error:  # torch's, which also says so of memory that there is not
             raise CommandError(f"{args.file} cannot be replayed on {device}: {error}") from None
-        except RuntimeError as error:  # torch's, which also says so of memory that there is not
-            raise CommandError(f"{args.file} must fit the memory that is free on {device}: {error}") from None
     print("\n".join(conclude(call, done, torch.device(device))))
     return 0 if done.passed else 1
 

@@ -112,8 +112,8 @@ def warmup(
     without; batches with and without `cu_seqlens_q`, with rectangular page tables and without `query_offsets`; queries,
     outputs, new keys and new values that are contiguous, or strided in multiples of 16 elements, as slices of a fused
     projection are, at addresses that 16 divides. Everything else that attention is given may be a slice at any address:
-    `seq_lens`, `page_table`, `cu_seqlens_q`, `slot_mapping`, positions, sinks, slopes, scales and the lse, which may
-    have any strides. Calls with and without the lse, an out_scale or new tokens, and tensors of another dtype, need a
+    `seq_lens`, `page_table`, `cu_seqlens_q`, `slot_mapping`, positions, sinks, slopes, scales and the lse, whose rows
+    may be apart by any stride. Calls with and without the lse, an out_scale or new tokens, and tensors of another dtype, need a
     warm-up each.
 
     Args:

@@ -436,9 +436,11 @@ def mla_kernel(
         if BOUNDS is not None:  # FUNCTION hides the others of these keys from each row
             bounded = find_rows(first_row, q_start, q_len, first_pos, 0, NUM_Q_HEADS, BLOCK_M)
             begin, end = BOUNDS(bounded.q_pos, seq, bounded.token, extras)
-            kv_start = tl.maximum(kv_start, tl.min(tl.where(bounded.owned, begin, 2147483647), 0))
-            kv_stop = tl.maximum(tl.minimum(kv_stop, tl.max(tl.where(bounded.owned, end, 0), 0)), 0)
-            kv_start = tl.minimum(kv_start, kv_stop)
+            begin = tl.maximum(begin, tl.maximum(bounded.q_pos - window_left, kv_start))
+            end = tl.minimum(end, tl.minimum(bounded.q_pos + window_right + 1, kv_stop))
+            sees = bounded.owned & (begin < end)
+            kv_stop = tl.max(tl.where(sees, end, 0), 0)
+            kv_start = tl.minimum(tl.min(tl.where(sees, begin, 2147483647), 0), kv_stop)
             if FIXED_SPLIT == 0:  # splits without keys have states too
                 start = tl.maximum(start, kv_start // BLOCK_N)
                 stop = tl.minimum(stop, tl.cdiv(kv_stop, BLOCK_N))
