@@ -429,8 +429,8 @@ def write_kv(
         v: new values, [num_tokens, num_kv_heads, head_dim_v].
         cache: the layer's pages, changed in place.
         slot_mapping: [num_tokens] int64, `page * page_size + slot` of each token; negative to leave a token out. It may
-            be shorter than `k`. The further tokens of `k` are then padding. Its numbers are checked on a CPU alone: on a
-            GPU that would wait for the device, and a slot past the last page is memory out of bounds.
+            be shorter than `k`. The further tokens of `k` are then padding. Its numbers are checked on a CPU alone: on
+            a GPU that would wait for the device, and a slot past the last page is memory out of bounds.
 
     Raises:
         TypeError: an argument is of another type.

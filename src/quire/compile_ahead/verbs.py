@@ -113,8 +113,8 @@ def warmup(
     outputs, new keys and new values that are contiguous, or strided in multiples of 16 elements, as slices of a fused
     projection are, at addresses that 16 divides. Everything else that attention is given may be a slice at any address:
     `seq_lens`, `page_table`, `cu_seqlens_q`, `slot_mapping`, positions, sinks, slopes, scales and the lse, whose rows
-    may be apart by any stride. Calls with and without the lse, an out_scale or new tokens, and tensors of another dtype, need a
-    warm-up each.
+    may be apart by any stride. Calls with and without the lse, an out_scale or new tokens, and tensors of another
+    dtype, need a warm-up each.
 
     Args:
         spec: what is computed.
