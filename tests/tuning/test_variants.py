@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.cli import main
+from quire.dispatch.constants import constants_of
 from quire.dispatch.predict import Numbers, micros
 from quire.dispatch.request import Options
 from quire.drawn import flops_of
@@ -17,7 +18,8 @@ from quire.kernels.choose import kind_of, variants
 from quire.kernels.work import lens_of, work_of
 from quire.targets import TARGETS
 from quire_tools.tuning.drawn import KINDS, MAX_BYTES, MAX_FLOPS, case_of, draw
-from quire_tools.tuning.fit import cross_judged, fit_all, predicted, read_records, summary
+from quire_tools.tuning.fit import cross_judged, fit_all, predicted, summary
+from quire_tools.tuning.records import read_records
 from quire_tools.tuning.sweep import Compilations, sweep
 from quire_tools.tuning.timing import HALF, candidates
 
@@ -151,8 +153,8 @@ def test_a_sweep_goes_on_after_the_case_that_lost_the_device(tmp_path):
 
 def test_what_does_not_compile_is_recorded_and_not_timed(tmp_path):
     class Failing(Compilations):
-        def ask(self, case):
-            asked = super().ask(case)
+        def ask(self, case, families=()):
+            asked = super().ask(case, families)
             first = next(iter(asked.values()))
             first._result = (1.0, "CompilationError: too large")
             return asked
@@ -178,6 +180,36 @@ def test_fit_prints_regret_and_writes_numbers(records, tmp_path, capsys):
     written = json.loads(output.read_text())
     assert written["fitted_on"]["device"] == "a made-up device"
     assert all(len(numbers) == 8 for kind in written["kinds"].values() for numbers in kind.values())
+
+
+def test_a_fit_around_the_numbers_of_now_keeps_what_was_not_timed(records, tmp_path, capsys):
+    output, now = tmp_path / "numbers.json", constants_of(SM90.properties)
+    assert main(["tune", "fit", *map(str, records[:2]), "--around", "--output", str(output)]) == 0
+    assert "each seed by the others" in capsys.readouterr().out
+    written = json.loads(output.read_text())
+    assert written["fitted_on"]["around"] == now.name
+    timed = {each.kind for each in read_records(records[:2])[1]}
+    assert now.kinds.keys() - timed and now.kinds.keys() <= written["kinds"].keys()
+    for kind, of_kind in now.kinds.items():
+        if kind not in timed:
+            assert written["kinds"][kind] == {name: list(own) for name, own in of_kind.items()}, kind
+    before, after = now.kinds["128 2/2"], written["kinds"]["128 2/2"]
+    name = "portable 16x64 w4 s3 p2 joined"
+    assert after[name] != list(before[name]) and before.keys() <= after.keys()
+    tile = Numbers(*after[name]).tile / before[name].tile
+    assert tile == pytest.approx(1.0, abs=1.0)
+
+
+def test_a_sweep_may_be_of_some_cases_and_kernels(tmp_path):
+    path = tmp_path / "some.jsonl"
+    header = {"properties": asdict(SM90.properties)}
+    compilations = Compilations(SM90, 0)
+    done = sweep(path, header, 5, 4, compilations, invented, 60, lambda text: None, "mixed", ("hopper",))
+    lines = [line for line in map(json.loads, path.read_text().splitlines()) if "times" in line]
+    assert len(lines) == done and 0 < done <= 4
+    for line in lines:
+        assert "mixed" in line["case"] and len(line["times"]) > 1
+        assert all(name.startswith("hopper") for name in line["times"])
 
 
 def test_a_sweep_without_a_gpu_and_records_that_are_not_there_say_what_to_do(tmp_path, capsys):

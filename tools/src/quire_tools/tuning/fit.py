@@ -7,100 +7,33 @@ those of a kind of spec, and of each one. What few cases say little about stays 
 
 A choice compares the variants of a case. So those of a kind are fitted together in the end, and what they err by alike
 counts less than what they differ by.
+
+Few records say enough about a few kinds only. `fit_around` begins with the numbers that plans follow now, stays near
+them, and leaves the other kinds as they are.
 """
 
 import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quire.dispatch.constants import constants_of
 from quire.dispatch.device import DeviceProperties
-from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, Work, micros, times
+from quire.dispatch.predict import POWER, POWER_ALONE, Numbers, micros, times
 from quire.dispatch.request import Options
-from quire.kernels.choose import family_of, kind_of, like, variant_of, variants
-from quire.kernels.portable.launch import PortableLaunch
-from quire.kernels.work import Lens, guess, scenarios, work_of
-from quire_tools.tuning.drawn import DrawnCase, case_of
-from quire_tools.tuning.timing import HALF, candidates
+from quire.kernels.choose import family_of, least, like, numbers_of_kind, variants
+from quire_tools.tuning.records import Seen, Timed
 
 # Of the logarithms of factors, around those before.
-SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT = 2.0, 0.7, 0.7, 1.0
+SIGMA, SIGMA_OF_USE, SIGMA_OF_KIND, SIGMA_OF_VARIANT, SIGMA_AROUND = 2.0, 0.7, 0.7, 1.0, 0.15
 NOISE, NOISE_OF_ROUGH = 0.05, 0.2  # of the logarithm of a time
 NOISE_OF_SLOWER = 0.15  # more of it, times the logarithm of a time over the best one: choices are among the best
 ALIKE = 0.7  # share of the mean error of a case's variants that counts for none of them
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A variant that was timed on a case.
-
-    Attributes:
-        variant: its name.
-        work: what it did.
-        bounded: what it may do, for who knows the bounds of the batch alone, and how much that counts.
-        micros: what it took.
-        guess: its numbers, if nothing were measured.
-        is_variant: whether it may be chosen; not what a fallback alone may be, nor with half the partitions, whose
-            times tell what an item costs.
-        is_rough: whether it was found hopeless, and its time is rough.
-        over_best: its time over that of the best variant of the case.
-        after: the portable kernel's launch for decoding sequences, in the same grid; such a variant has the numbers of
-            one without, and is judged, not fitted.
-    """
-
-    variant: str
-    work: Work
-    bounded: tuple[tuple[float, Work], ...]
-    micros: float
-    guess: Numbers
-    is_variant: bool = True
-    is_rough: bool = False
-    over_best: float = 1.0
-    after: "Seen | None" = None
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A case that was timed.
-
-    Attributes:
-        case: the batch.
-        kind: of spec.
-        seen: what was timed.
-        now: µs of what was chosen when the sweep was made; 0 where that was not timed.
-    """
-
-    case: DrawnCase
-    kind: str
-    seen: tuple[Seen, ...]
-    now: float = 0.0
-
-    @property
-    def variants(self) -> list[Seen]:
-        """What may be chosen."""
-        return [seen for seen in self.seen if seen.is_variant]
-
-    @property
-    def best(self) -> float:
-        """The least time of any variant."""
-        return min(seen.micros for seen in self.variants)
-
-    @property
-    def best_variant(self) -> str:
-        """The name of the variant that took the least time."""
-        return min(self.variants, key=lambda seen: seen.micros).variant
-
-    @property
-    def seed(self) -> str:
-        """The seed that the case is of."""
-        return self.case.name.split("/")[0]
 
 
 @dataclass(frozen=True)
@@ -114,63 +47,6 @@ class Fitted:
 
     kinds: dict[str, dict[str, Numbers]]
     factors: dict[str, Numbers]
-
-
-def read_records(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Timed]]:
-    """Read the records of sweeps: the first header, and the cases that were timed."""
-    header: dict[str, Any] = {}
-    found: list[Timed] = []
-    for path in paths:
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):  # the last line of a sweep that was cut off, or something else
-                continue
-            if not isinstance(line, dict):
-                continue
-            if "properties" in line:
-                header = header or line
-                properties = DeviceProperties(**line["properties"])
-            elif "times" in line and (timed := timed_of(line, properties)) is not None:  # pyright: ignore[reportPossiblyUnboundVariable]
-                found.append(timed)
-    return header, found
-
-
-def timed_of(line: dict[str, Any], device: DeviceProperties) -> Timed | None:
-    """Return the case of a line; None if no variant was timed."""
-    case = case_of(line)
-    lens, may_be = tuple((q, s, 1) for q, s in case.lens), scenarios(case.request(device))
-    launches, times, found = candidates(case, device), line["times"], []
-    may_be_chosen, _ = variants(case.request(device), Options(batch_invariant=case.batch_invariant))
-    for name, result in times.items():
-        variant = name.removesuffix(HALF)
-        micros = result.get("micros", result.get("rough"))
-        if variant not in launches or micros is None:
-            continue
-        launch = launches[variant]
-        if isinstance(launch, PortableLaunch) and result.get("partitions"):
-            launch = replace(launch, num_partitions=result["partitions"])
-        bounded = tuple((share, work_of(launch, some)) for share, some in may_be)
-        is_variant, is_rough = name in may_be_chosen, "rough" in result
-        seen = Seen(variant, work_of(launch, lens), bounded, micros, guess(launch), is_variant, is_rough)
-        if isinstance(launch, PortableLaunch) and launch.decode is not None:
-            seen = replace(seen, after=after(launch.decode, lens, may_be))
-        found.append(seen)
-    now, kind = times.get("now", {}).get("micros", 0.0), kind_of(case.spec, case.batch_invariant)
-    best = min((seen.micros for seen in found if seen.is_variant), default=0.0)
-    return Timed(case, kind, tuple(replace(s, over_best=s.micros / best) for s in found), now) if best else None
-
-
-def after(decode: PortableLaunch, lens: Lens, may_be: list[tuple[float, Lens]]) -> Seen:
-    """Return the launch for decoding sequences of a batch that has some lengths, or may have others."""
-
-    def work(lens: Lens) -> Work:
-        decoding = tuple(each for each in lens if each[0] <= decode.max_decode_queries)
-        return work_of(decode, decoding) if decoding else Work(1, 1, 0, 0, 0, 0, 0)
-
-    return Seen(
-        variant_of(decode), work(lens), tuple((share, work(some)) for share, some in may_be), 0.0, guess(decode)
-    )
 
 
 def predicted(works: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -309,19 +185,47 @@ def fit_all(timed: Sequence[Timed]) -> Fitted:
         alike = kind.removesuffix(" invariant"), family
         is_all = len(seen) == len(by_width[alike])
         of_kind[kind, family] = of_width[alike] if is_all else fitted(seen, of_width[alike], SIGMA_OF_VARIANT)
-    kinds = {kind: fit_kind(kind, [each for each in timed if each.kind == kind], of_kind) for kind, _ in by_kind}
+    kinds = {
+        kind: fit_kind(of_its(timed, kind), lambda name, kind=kind: of_kind[kind, family_of(name)], SIGMA_OF_VARIANT)
+        for kind, _ in by_kind
+    }
     ones = Numbers(*[1.0] * len(Numbers._fields))
     return Fitted(kinds, {family: numbers_from(ones, factors[0]) for family, factors in of_family.items()})
 
 
-def fit_kind(kind: str, timed: Sequence[Timed], prior: dict[tuple[str, str], np.ndarray]) -> dict[str, Numbers]:
-    """Fit the numbers of each variant of a kind of spec, together."""
+def fit_around(timed: Sequence[Timed], device: DeviceProperties) -> Fitted:
+    """Fit the numbers of each kind of spec that was timed, near those that plans on the device follow now."""
+    now = constants_of(device)
+    plans = Fitted(dict(now.kinds), now.factors)
+    none, found = np.zeros((1, len(Numbers._fields))), dict(now.kinds)
+    for kind in sorted({each.kind for each in timed}):
+        begun = [
+            replace(each, seen=tuple(replace(seen, guess=numbers_of(plans, kind, seen)) for seen in each.seen))
+            for each in of_its(timed, kind)
+        ]
+        found[kind] = now.kinds.get(kind, {}) | fit_kind(begun, lambda name: none, SIGMA_AROUND)
+    return Fitted(found, now.factors)
+
+
+def of_its(timed: Sequence[Timed], kind: str) -> list[Timed]:
+    """Return the cases of a kind of spec."""
+    return [each for each in timed if each.kind == kind]
+
+
+def fit_kind(timed: Sequence[Timed], prior: Callable[[str], np.ndarray], sigma: float) -> dict[str, Numbers]:
+    """Fit the numbers of each variant of a kind of spec, together.
+
+    Args:
+        timed: the cases of the kind.
+        prior: returns the logarithms of a variant's factors to begin with, by its name.
+        sigma: how far the logarithms may be from these.
+    """
+    timed = [each for each in timed if any(seen.after is None for seen in each.seen)]
     seen = [(number, each) for number, case in enumerate(timed) for each in case.seen if each.after is None]
     guesses = {each.variant: each.guess for _, each in seen}
     names = sorted(guesses)
     rows = rows_of([each for _, each in seen], [names.index(each.variant) for _, each in seen], [n for n, _ in seen])
-    before = np.concatenate([prior[kind, family_of(name)] for name in names])
-    factors = fit_factors(rows, before, SIGMA_OF_VARIANT, ALIKE)
+    factors = fit_factors(rows, np.concatenate([prior(name) for name in names]), sigma, ALIKE)
     return {name: numbers_from(guesses[name], own) for name, own in zip(names, factors, strict=True)}
 
 
@@ -373,20 +277,33 @@ def judge(fitted: Fitted, timed: Sequence[Timed]) -> list[Judged]:
     return found
 
 
+def judge_now(timed: Sequence[Timed], device: DeviceProperties) -> list[Judged]:
+    """Judge what plans on a device choose now. Cases of which that was not timed, such as to decode, are left out."""
+    factors, found = constants_of(device).factors, list[Judged]()
+    for each in timed:
+        case = each.case
+        launches, _ = variants(case.request(device), Options(batch_invariant=case.batch_invariant))
+        first = least(launches)[0]
+        chosen = next(name for name, launch in launches.items() if launch is first)
+        micros = {seen.variant: seen.micros for seen in each.variants}
+        if chosen in micros:
+            numbers = Fitted({each.kind: numbers_of_kind(case.spec, device, case.batch_invariant)}, factors)
+            errors = judge(numbers, [each])[0].errors
+            found.append(Judged(each, chosen, micros[chosen] / each.best, errors))
+    return found
+
+
 def summary(judged: Sequence[Judged]) -> dict[str, float]:
     """Return the regret, in geometric mean and at worst, and the error of predicted times of what was chosen."""
     if not judged:
         return {"cases": 0}
     regrets = [each.regret for each in judged]
-    now = [each.timed.now / each.timed.best for each in judged if each.timed.now]
     errors = sorted(abs(each.errors[each.variant] - 1) for each in judged)
     return {
         "cases": len(judged),
         "mean_regret": round(statistics.geometric_mean(regrets), 4),
         "regret_95": round(percentile(regrets), 3),
         "worst_regret": round(max(regrets), 3),
-        "now_mean": round(statistics.geometric_mean(now), 4) if now else 0.0,
-        "now_worst": round(max(now), 3) if now else 0.0,
         "median_error": round(statistics.median(errors), 4),
         "error_95": round(percentile(errors), 4),
     }
@@ -397,12 +314,12 @@ def percentile(numbers: Sequence[float]) -> float:
     return sorted(numbers)[math.ceil(0.95 * len(numbers)) - 1]
 
 
-def cross_judged(timed: Sequence[Timed]) -> list[Judged]:
+def cross_judged(timed: Sequence[Timed], fit: Callable[[list[Timed]], Fitted] = fit_all) -> list[Judged]:
     """Judge the cases of each seed by numbers that were fitted to the others."""
     found: list[Judged] = []
     seeds = sorted({each.seed for each in timed})
     for seed in seeds if len(seeds) > 1 else ():
-        fitted = fit_all([each for each in timed if each.seed != seed])
+        fitted = fit([each for each in timed if each.seed != seed])
         found += judge(fitted, [each for each in timed if each.seed == seed])
     return found
 

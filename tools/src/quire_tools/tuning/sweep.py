@@ -60,10 +60,12 @@ class Compilations:
         self.target, self.compile_one = target, compile_one
         self.found: dict[Hashable, Future[Any]] = {}
 
-    def ask(self, case: DrawnCase) -> dict[str, Future[Any]]:
-        """Return a future for each variant of a case."""
+    def ask(self, case: DrawnCase, families: tuple[str, ...] = ()) -> dict[str, Future[Any]]:
+        """Return a future for each variant of a case; of these kernels alone, if there are any."""
         asked: dict[str, Future[Any]] = {}
         for name, launch in candidates(case, self.target.properties).items():
+            if families and name.split()[0] not in families:
+                continue
             key = case.spec, case.page_size, launch.compile_keys()
             if key not in self.found:
                 if self.pool is None:
@@ -92,8 +94,10 @@ def sweep(
     measure: Measure,
     seconds: float,
     say: Callable[[str], None] = print,
+    only: str = "",
+    families: tuple[str, ...] = (),
 ) -> int:
-    """Time all variants of drawn cases, and write a line for each case.
+    """Time variants of drawn cases, and write a line for each case.
 
     Args:
         path: of the records; cases that were begun in them are left out.
@@ -104,12 +108,15 @@ def sweep(
         measure: returns the times of some variants of a case.
         seconds: no case is begun after so many.
         say: takes a line for each case.
+        only: leave out cases whose words don't contain this.
+        families: leave out variants of other kernels than these, if there are any, and cases without two of theirs.
 
     Returns:
         How many cases were timed.
     """
     begun, done, earlier = time.perf_counter(), 0, names_begun(path)
-    cases = (case for case in islice(draw(seed), count) if case.name not in earlier)
+    wanted = (case for case in draw(seed) if only in in_words(case))
+    cases = (case for case in islice(wanted, count) if case.name not in earlier)
     pending: list[tuple[DrawnCase, dict[str, Future[Any]]]] = []
 
     def spent() -> float:
@@ -119,7 +126,9 @@ def sweep(
         file.write(json.dumps(header) + "\n")
         while spent() < seconds:
             while len(pending) < AHEAD and (case := next(cases, None)) is not None:
-                pending.append((case, compilations.ask(case)))
+                asked = compilations.ask(case, families)
+                if not families or len(asked) > 1:
+                    pending.append((case, asked))
             if not pending:
                 break
             ready = next((i for i, (_, asked) in enumerate(pending) if all(f.done() for f in asked.values())), None)
