@@ -12,7 +12,7 @@ from quire import reference, targets
 from quire.debug import replaying
 from quire.dispatch.device import is_served_by_torch
 from quire.dispatch.request import Bounds, Options, Request
-from quire.plan import decide
+from quire.plan import decide, passed_over
 from quire.testing import check_batch, error_budget, make_problem, random_chosen
 from tests import numpy_oracle
 
@@ -364,3 +364,27 @@ def test_kernels_of_other_families_refuse_lists(kernel):
     request = Request(spec, 2, True, Bounds(1, 9, 2), targets.TARGETS["sm90"].properties, chosen=(1, False, False, 4))
     with pytest.raises(quire.UnsupportedError, match=f"got '{kernel}', which does not serve chosen keys"):
         decide(request, Options(kernel=kernel))
+
+
+def chosen_request(**fields):
+    """Return a request for records with lists on a Hopper GPU."""
+    spec = quire.AttentionSpec.mla(num_q_heads=128, softmax_scale=0.1, kv_dtype=torch.float8_e4m3fn, **fields)
+    return Request(spec, 2, True, Bounds(1, 9, 2), targets.TARGETS["sm90"].properties, chosen=(1, False, False, 4))
+
+
+def test_what_is_chosen_for_lists_has_its_reason():
+    launch, reason = decide(chosen_request(), Options())
+    assert launch.name == "chosen" and reason == "the only variant"
+    (why,) = passed_over(launch, Options())
+    assert why.startswith("chosen_hopper does not serve ") and "allow_fp8" in why
+    assert passed_over(decide(chosen_request(allow_fp8=True), Options())[0], Options()) == []
+    with pytest.raises(quire.UnsupportedError, match="kernel must be 'chosen' or left out here, got 'chosen_hopper'"):
+        decide(chosen_request(), Options(kernel="chosen_hopper"))
+
+
+def test_times_over_lists_are_not_predicted():
+    with targets.compiling(targets.TARGETS["sm90"]):
+        lists = quire.ChosenKeys(torch.zeros(2, 4, dtype=torch.int32))
+        batch = quire.Batch(torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), chosen=lists)
+        plan = quire.plan(chosen_request().spec, batch, max_query_len=1, max_seq_len=9)
+        assert plan.kernel == "chosen" and plan.predicted_us is None and plan.predict([9, 5]) is None

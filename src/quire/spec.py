@@ -49,7 +49,8 @@ class AttentionSpec:
         allow_fp8: where the cache is float8_e4m3fn, matrix products may be in it too: queries and probabilities are
             rounded to 3-bit mantissas. Faster where a kernel has such products (`print(plan)` says so): the Hopper
             kernel, on long prompts with head_dim 128, and the Hopper MLA kernel, for more than 16 rows (query tokens
-            × heads) of a sequence, where that is predicted to be fastest. Other kernels ignore this.
+            × heads) of a sequence, where that is predicted to be fastest. The Hopper kernel for chosen keys multiplies
+            in bfloat16, and needs this for records with more than 32 heads. Other kernels ignore it.
         latent: the cache holds one latent per token instead of keys and values: a latent is the key, and its first
             `head_dim_v` columns are the value (multi-head latent attention with absorbed projections, DeepSeek-V2,
             arXiv 2405.04434). There is one KV head. `head_dim_v` is a multiple of 16 from 16 to 512, and

@@ -1,5 +1,6 @@
 """What `quire.warmup` compiles is all that batches within its bounds need, on GPUs that are not here too."""
 
+import random
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -174,6 +175,30 @@ def test_a_plan_with_splits_serves_what_tma_cannot_address_and_crosses_an_operat
             "combine_kernel",
         ]
     assert plan.launch.num_splits > 1
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm80"])
+@pytest.mark.parametrize("kind", ["16 bits", "e4m3", "e4m3, heads of 64", "int4"])
+def test_nothing_compiles_for_random_batches_after_warmup(kind, target, without_compiler):
+    """Judged by Triton's own keys, which also have what no `compile_keys` names."""
+    spec = replace(SPEC, head_dim=64, head_dim_v=64) if "64" in kind else SPEC
+    spec = replace(spec, kv_dtype=torch.float8_e4m3fn) if "e4m3" in kind else spec
+    spec = replace(spec, kv_dtype=None, kv_format="int4") if kind == "int4" else spec
+    cache, draw = quire.PagedKVCache.empty(spec, 2, 16), random.Random(f"{kind} {target}")
+    with compiling(without_compiler(target)):
+        quire.warmup(spec, cache, max_num_seqs=40, max_num_tokens=900, max_seq_len=3000)
+        with mock.patch.object(JITFunction, "_do_compile", side_effect=AssertionError("compiled in service")):
+            for _ in range(50):
+                num_seqs = draw.randint(1, 40)
+                most = draw.choice((1, 4, 900 // num_seqs))
+                q_lens = [draw.choice((1, most, draw.randint(1, most))) for _ in range(num_seqs)]
+                seq_lens = [max(q, int(3000 ** draw.random())) for q in q_lens]
+                starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+                table = torch.zeros(num_seqs, 188, dtype=torch.int32)
+                batch = quire.Batch(table, torch.tensor(seq_lens, dtype=torch.int32), starts)
+                bounds = {"max_query_len": max(q_lens), "max_seq_len": max(seq_lens), "num_tokens": sum(q_lens)}
+                q = torch.empty(sum(q_lens), 32, spec.head_dim, dtype=torch.float16)
+                quire.attention(q, cache, quire.plan(spec, batch, **bounds))
 
 
 def test_nothing_compiles_for_intervals_and_trees_after_warmup(without_compiler):

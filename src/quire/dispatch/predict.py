@@ -1,4 +1,4 @@
-"""Predict how long a launch takes: the floors of bytes and of products, or its programs' rounds, and the combine.
+"""Predict how long a launch takes, from its bytes, its matrix products, the rounds of its programs, and the combine.
 
 A program attends to items one after the other: row blocks, or parts of their keys. An item takes some time to begin,
 and some for each tile of keys. There are as many programs at once as the device holds. They take no less than tensor

@@ -1,7 +1,8 @@
 """The choice among kernels: of all variants that serve a request, the one of least predicted time.
 
-There is no other rule. Each family lists its variants (`variants.py` in its folder), `work.py` counts what they do, and
-`dispatch/predict.py` says how long that takes, by numbers of `dispatch/constants`.
+Each family lists its variants (`variants.py` in its folder), `work.py` counts what they do, and `dispatch/predict.py`
+says how long that takes, by numbers of `dispatch/constants`. There is one other rule: of chosen keys no times are
+predicted, and the kernel for Hopper GPUs is taken wherever it serves them.
 """
 
 from collections.abc import Mapping
@@ -107,10 +108,11 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
     found, refusals = variants(request, options)
     if not found:
         if options.kernel is not None:
-            others = " or ".join(repr(other) for other in FAMILIES if other != options.kernel)
+            _, refused = variants(request, options._replace(kernel=None))
+            serving = [repr(name) for name in FAMILIES if name not in refused]
             raise UnsupportedError(
-                f"kernel must be {others} or left out here, got {options.kernel!r}, which does not serve "
-                f"{refusals[options.kernel]}"
+                f"kernel must be {' or '.join([*serving, 'left out'])} here, got {options.kernel!r}, which does not "
+                f"serve {refusals[options.kernel]}"
             )
         refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
         raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
@@ -118,11 +120,11 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
     if launch.name in FAST:
         of_fallback = options._replace(kernel=FAST[launch.name])
         launch = replace(launch, fallback=least(variants(request, of_fallback)[0])[0])
-    reason = f"the least predicted time of {len(found)} variants" if others else "the only variant"
-    reason += f" by the numbers of {constants_of(request.device).name}"
-    if others:
-        reason += f", before {variant_of(others[0])}"
-    return launch, reason
+    if not others:
+        return launch, "the only variant"
+    numbers = constants_of(request.device).name
+    reason = f"the least predicted time of {len(found)} variants by the numbers of {numbers}"
+    return launch, f"{reason}, before {variant_of(others[0])}"
 
 
 def key_steps(spec: AttentionSpec, device: Any) -> set[int]:

@@ -19,7 +19,8 @@ Lens = tuple[tuple[int, int, int], ...]  # queries, keys, and how many sequences
 WIDTHS = 64, 128, 256, 512  # columns of heads of which there are numbers
 PANEL = 64  # columns of a tile of the Hopper kernel are a multiple of it
 SCORES = 64  # columns that take as long as what a tile takes whatever its columns are: scores, masks, addresses
-EQUAL, RAGGED, SKEWED = 1.0, 0.2, 0.05  # how much scenarios of batches count that aren't ragged
+# How much three kinds of lengths count, where all sequences have as many queries.
+EQUAL, UNEQUAL, SKEWED = 1.0, 0.2, 0.05
 MASKED = 1.6  # instructions of a tile with masks over those without: 934 and 572 of 128 x 64 as sm80 (2026-11-29)
 # Of row blocks that programs of the Hopper kernel cut: keys of one that is not, and splits if a sequence has others
 # (`schedule.py`).
@@ -32,7 +33,8 @@ ROWS, ODD_ROWS = 500.0, 360.0
 def lens_of(request: Request) -> Lens:
     """Return the lengths of a request whose sequences all have as many keys as its bounds say.
 
-    Of a ragged batch, as many sequences as may have the most queries, and the others share the rest.
+    Of a ragged batch, as many sequences as the tokens allow have the most queries, one has the rest, and the others
+    decode.
     """
     return scenarios(request)[0][1]
 
@@ -41,8 +43,12 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
     """Return lengths that a batch may have whose bounds alone are known, and how much each counts.
 
     All sequences may have as many keys as the bounds say; or one, some have half as many, and most an eighth; or one,
-    and the others few. Of a ragged batch, one sequence may be a prompt or a chunk of one, or all but those that decode
-    and one of what is left; then prompts may have no keys before, and one that decodes the most.
+    and the others few.
+
+    Of a ragged batch there are up to three. First, as many sequences as the tokens allow have the most queries, one
+    has the rest, and the others decode; all have the most keys. Second, one has the most queries, and the others share
+    the other tokens. Third, prompts have no keys before them, one decoding sequence has the most keys, and the others
+    an eighth.
     """
     bounds, num_seqs = request.bounds, request.num_seqs
     queries, keys, tokens = bounds.max_query_len, bounds.max_seq_len, bounds.num_tokens
@@ -65,7 +71,7 @@ def scenarios(request: Request) -> list[tuple[float, Lens]]:
         half, eighth, few = (max(queries, keys // part) for part in (2, 8, 32))
         found: list[tuple[float, Lens]] = [(EQUAL, ((queries, keys, num_seqs),))]
         if few < keys:
-            found.append((RAGGED, ((queries, keys, 1), (queries, half, some), (queries, eighth, most))))
+            found.append((UNEQUAL, ((queries, keys, 1), (queries, half, some), (queries, eighth, most))))
             found.append((SKEWED, ((queries, keys, 1), (queries, few, num_seqs - 1))))
     return [(share, tuple(each for each in lens if each[2] > 0)) for share, lens in found]
 

@@ -30,7 +30,7 @@ NUMBERS = (
 class Lists(NamedTuple):
     """The lists of a batch, and what says which slots their entries name."""
 
-    indices: Any  # these five of `lists.TokenLists`
+    indices: Any  # with the next four, what `lists.TokenLists` begins with
     lens: Any
     width: Any
     stride: Any

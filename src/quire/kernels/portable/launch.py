@@ -194,7 +194,7 @@ class PortableLaunch(Launch):
         """Return a key of each kernel that is launched, as `Launch.compile_keys` has it."""
         request = self.request
         absent = request.has_intervals, request.has_tree  # arguments that may be None
-        keys = {key_of(self.kernel, *absent, **constexprs_of(self))}
+        keys = {key_of(self.kernel, *absent, self.max_registers, **constexprs_of(self))}
         if (parts := self.partitioned) is not None:
             unit = parts.fixed_split_size or parts.config.block_n
             keys.add(key_of("schedule", *absent, parts.has_combine_launch, unit, **parts.schedule_constexprs()))

@@ -26,7 +26,7 @@ class Pool:
 
     Attributes:
         num_slots: how many there are, a multiple of the page size.
-        shared: the share of its entries that a list has from the one of the token before. None of the others is there.
+        shared: the share of its entries that a list has from the one of the token before. Others aren't in that one.
     """
 
     num_slots: int
@@ -185,7 +185,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """How keys and values are stored and named: in pages, packed, as latents in pages, or as latents in lists."""
+        """How keys and values are stored: in pages, in shared pages, packed, or as latents in pages or in lists."""
         if self.pool is not None:
             return "chosen keys"
         if self.packed:
