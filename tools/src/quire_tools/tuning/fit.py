@@ -222,6 +222,8 @@ def fit_kind(timed: Sequence[Timed], prior: Callable[[str], np.ndarray], sigma: 
     """
     timed = [each for each in timed if any(seen.after is None for seen in each.seen)]
     seen = [(number, each) for number, case in enumerate(timed) for each in case.seen if each.after is None]
+    if not seen:
+        return {}
     guesses = {each.variant: each.guess for _, each in seen}
     names = sorted(guesses)
     rows = rows_of([each for _, each in seen], [names.index(each.variant) for _, each in seen], [n for n, _ in seen])
