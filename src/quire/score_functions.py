@@ -786,7 +786,7 @@ def value_of(node: ast.expr, known: Mapping[str, Any], dtype: torch.dtype) -> An
         arguments = [torch.as_tensor(a, device=device) for a in arguments]
         kinds = [a.dtype for a in arguments if a.dim()] or [a.dtype for a in arguments]
         arguments = [a.to(kinds[0]) for a in arguments]
-    if word == "where" and all(isinstance(a, float) for a in arguments[1:]):
+    if word == "where" and all(isinstance(a, float) for a in arguments[1:]):  # of which torch makes float32
         arguments[1] = torch.tensor(arguments[1], dtype=dtype, device=arguments[0].device)
     return getattr(torch, word)(*arguments)
 
