@@ -36,7 +36,7 @@ MAX_PART_COLUMNS, MAX_INVARIANT_PART_COLUMNS = 256, 128
 OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange where queries keep their buffer
 UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
 FEW_ROWS = 8  # of the longest sequence, up to which the portable kernel's tiles of 16 rows were always as fast
-MIN_KEYS_OF_SPLIT, MAX_SPLITS = 128, 15
+MIN_KEYS_OF_SPLIT = 128
 SECTION_TILES = 3  # of a section, for each SM, or some would be idle
 
 
@@ -149,7 +149,7 @@ def most_splits(launch: HopperLaunch) -> int:
     """
     request, config, device = launch.request, launch.config, launch.request.device
     work_tiles = max(1, launch.num_work_tiles(request.bounds.num_tokens))
-    most = min(cdiv(request.keys_seen, max(MIN_KEYS_OF_SPLIT, 2 * config.block_n)), MAX_SPLITS)
+    most = cdiv(request.keys_seen, max(MIN_KEYS_OF_SPLIT, 2 * config.block_n))
     rows = ROWS * config.num_warpgroups * device.num_sms  # of states
     room = rows // max(1, request.bounds.num_tokens * request.spec.num_q_heads * launch.column_parts)
     return max(1, min(device.num_sms // work_tiles, most, room))
