@@ -11,7 +11,7 @@ import quire
 from quire.dispatch.request import Bounds, Options, Request
 from quire.kernels.choose import variants
 from quire.kernels.hopper.launch import HopperLaunch
-from quire.kernels.hopper.variants import MIN_KEYS_OF_SPLIT, UNCUT_KEYS
+from quire.kernels.hopper.variants import MAX_SPLITS, MIN_KEYS_OF_SPLIT, UNCUT_KEYS
 from quire.kernels.mla import variants as mla
 from quire.kernels.portable import variants as portable
 from quire.kernels.portable.launch import PortableLaunch
@@ -86,7 +86,10 @@ def test_equal_splits_fill_the_device_once():
             assert isinstance(launch, HopperLaunch)
             if launch.num_splits > 1:
                 assert launch.num_splits * launch.num_work_tiles(tokens) <= SM90.num_sms
-                assert launch.num_splits <= -(-keys // MIN_KEYS_OF_SPLIT)
+                assert launch.num_splits <= min(MAX_SPLITS, -(-keys // MIN_KEYS_OF_SPLIT))
+                tiles = -(-keys // launch.config.block_n)
+                longest, of_fewer = -(-tiles // launch.num_splits), -(-tiles // (launch.num_splits - 1))
+                assert longest < of_fewer, "fewer splits would be as short"
             elif launch.num_work_tiles(tokens) * 2 <= SM90.num_sms:
                 assert any("split" in name for name in variants(request, Options(kernel="hopper"))[0])
 

@@ -37,6 +37,9 @@ OTHER_SHARED_BYTES = 4096  # for barriers, work tiles and what threads exchange 
 UNCUT_KEYS = 1024  # the most that a query may see for which keys are not cut
 FEW_ROWS = 8  # of the longest sequence, up to which the portable kernel's tiles of 16 rows were always as fast
 MIN_KEYS_OF_SPLIT = 128
+# With more of them, launches that follow one another wait: 16 queries of heads 8/1/256 on 16,384 keys take 19.5 us with
+# 66, 20.6 with 88 and 30 with 128 (NVIDIA H200, 2026-12-01).
+MAX_SPLITS = 64
 SECTION_TILES = 3  # of a section, for each SM, or some would be idle
 
 
@@ -145,14 +148,16 @@ def section_of(launch: HopperLaunch) -> int | None:
 def most_splits(launch: HopperLaunch) -> int:
     """Return into how many splits the keys of each work tile are cut to fill the device; 1 if it is filled already.
 
-    Where lengths may differ, most splits have few keys. Their states must have room, too.
+    There are no more than it takes for the longest to have so few tiles. Where lengths may differ, most splits have few
+    keys. Their states must have room, too.
     """
     request, config, device = launch.request, launch.config, launch.request.device
     work_tiles = max(1, launch.num_work_tiles(request.bounds.num_tokens))
-    most = cdiv(request.keys_seen, max(MIN_KEYS_OF_SPLIT, 2 * config.block_n))
+    most = min(cdiv(request.keys_seen, max(MIN_KEYS_OF_SPLIT, 2 * config.block_n)), MAX_SPLITS)
     rows = ROWS * config.num_warpgroups * device.num_sms  # of states
     room = rows // max(1, request.bounds.num_tokens * request.spec.num_q_heads * launch.column_parts)
-    return max(1, min(device.num_sms // work_tiles, most, room))
+    tiles, most = cdiv(request.keys_seen, config.block_n), max(1, min(device.num_sms // work_tiles, most, room))
+    return max(1, cdiv(tiles, cdiv(tiles, most)))
 
 
 @lru_cache(maxsize=4096)
