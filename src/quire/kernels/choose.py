@@ -116,10 +116,11 @@ def choose(request: Request, options: Options) -> tuple[Launch, str]:
             )
         refused = ", ".join(f"{name} does not serve {refusals[name]}" for name in FAMILIES)
         raise UnsupportedError(f"spec must be one that a kernel serves, got {request.spec}: {refused}")
-    launch, *others = least(found)
+    known: list[dict[str, float]] = []
+    launch, *others = least(found, known)
     if launch.name in FAST:
         of_fallback = options._replace(kernel=FAST[launch.name])
-        launch = replace(launch, fallback=least(variants(request, of_fallback)[0])[0])
+        launch = replace(launch, fallback=least(variants(request, of_fallback)[0], known)[0])
     if not others:
         return launch, "the only variant"
     numbers = constants_of(request.device).name
@@ -134,21 +135,29 @@ def key_steps(spec: AttentionSpec, device: Any) -> set[int]:
     return portable.key_steps(spec, device) | hopper.key_steps(spec, device) | decoded.key_steps(spec, device)
 
 
-def least(found: Mapping[str, Launch]) -> list[Any]:
+def least(found: Mapping[str, Launch], known: list[dict[str, float]] | None = None) -> list[Any]:
     """Return launches, the one of least predicted time first.
 
     The lengths of a batch are on the device. So what counts is the time over the least one, for some lengths that it
     may have (`work.scenarios`).
+
+    Args:
+        found: launches for one request, by name.
+        known: predicted times by name, for each of these lengths; those of others are added.
     """
     first, cost = next(iter(found.values())), dict.fromkeys(found, 0.0)
     if len(found) == 1:
         return [first]
     of_kind = numbers_of_kind(first.request.spec, first.request.device, is_invariant(first))
-    for share, lens in scenarios(first.request):
-        times = {name: predicted(launch, lens, name, of_kind) for name, launch in found.items()}
-        best = min(times.values())
-        for name, time in times.items():
-            cost[name] += share * time / best
+    may_be, known = scenarios(first.request), [] if known is None else known
+    known += [{} for _ in may_be[len(known) :]]
+    for (share, lens), taken in zip(may_be, known, strict=True):
+        for name, launch in found.items():
+            if name not in taken:
+                taken[name] = predicted(launch, lens, name, of_kind)
+        best = min(taken[name] for name in found)
+        for name in found:
+            cost[name] += share * taken[name] / best
     return [found[name] for name in sorted(found, key=cost.__getitem__)]
 
 

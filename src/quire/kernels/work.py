@@ -9,7 +9,7 @@ from quire.dispatch.request import Request, cdiv
 from quire.kernels.decoded.launch import DecodedLaunch
 from quire.kernels.hopper.launch import MAX_SPLITS_OF_CUT, HopperLaunch
 from quire.kernels.hopper.variants import MAX_PART_COLUMNS
-from quire.kernels.launch import Launch
+from quire.kernels.launch import Launch, once
 from quire.kernels.mla_hopper.launch import TILE, MLAHopperLaunch
 from quire.kernels.portable.launch import PortableLaunch
 from quire.kernels.portable.variants import min_partition_tiles
@@ -139,12 +139,14 @@ def work_of(launch: Launch, lens: Lens) -> Work:
     return work if launch.request.spec.latent else work._replace(width=width_of(launch))
 
 
+@lru_cache(maxsize=1024)
 def columns_of_kind(spec: AttentionSpec) -> int:
     """Return the columns of the widest heads that share a spec's numbers: the least of `WIDTHS` that fits."""
     width = max(padded(spec.head_dim), padded(spec.head_dim_v))
     return next((most for most in WIDTHS if width <= most), WIDTHS[-1])
 
 
+@once
 def width_of(launch: HopperLaunch | PortableLaunch) -> float:
     """Return the time of a tile of keys and values, over that of heads for which its kind has numbers."""
     spec = launch.request.spec
@@ -263,6 +265,7 @@ def work_of_hopper(launch: HopperLaunch, lens: Lens) -> Work:
     return Work(slots, sms, items, items, tiles, longest, nbytes, most_splits, partial_bytes, loads)
 
 
+@once
 def micros_of_loads(launch: HopperLaunch) -> float:
     """Return the µs that TMA takes at least to bring a tile of keys and values into an SM."""
     spec, found = launch.request.spec, 0.0

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class HopperLaunch(Launch):
         """Most queries of a sequence that the decode launch serves; 0 if there is no decode launch."""
         return 0 if self.decode is None else self.decode.max_decode_queries
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Heads of a work tile."""
         return self.config.heads(self.request.spec.group_size)
@@ -86,7 +87,7 @@ class HopperLaunch(Launch):
             return None
         return self.section_heads * self.request.spec.group_size // self.heads
 
-    @property
+    @cached_property
     def cut_slots(self) -> int:
         """Slots for partials of row blocks that programs cut by keys where lengths differ; 0 if none is cut."""
         request = self.request
@@ -104,7 +105,7 @@ class HopperLaunch(Launch):
         orders = request.num_seqs > 1 and not request.has_intervals and not self.fixed_split_size
         return orders and self.num_splits == 1 and self.decode is None and request.is_ragged
 
-    @property
+    @cached_property
     def part_width(self) -> int:
         """Columns of the values of a work tile."""
         return width_of_part(self.request.spec, self.column_parts)

@@ -65,12 +65,12 @@ class PortableLaunch(Launch):
         """Name of the form of the kernel."""
         return "split_kv" if self.num_partitions else "block"
 
-    @property
+    @cached_property
     def multi_block(self) -> bool:
         """Whether a sequence may have several row blocks; a program then searches for its sequence."""
         return self.request.rows_per_seq > self.config.block_m
 
-    @property
+    @cached_property
     def window(self) -> tuple[int, int]:
         """How far a query sees, as `AttentionSpec.window` has it; in a tree, up to the last draft."""
         return (UNBOUNDED, 0) if self.request.has_tree else self.request.spec.window
@@ -85,7 +85,7 @@ class PortableLaunch(Launch):
         one_loop = self.fixed_split_size or (self.multi_block and not self.request.device.has_mma_sync)
         return self.config.full_tile_loop and not (self.num_partitions and one_loop)
 
-    @property
+    @cached_property
     def partial_rows(self) -> int:
         """Rows of a partial: those of the longest sequence, rounded up to a power of two to have fewer kernels."""
         bounds = self.request.bounds
@@ -115,7 +115,7 @@ class PortableLaunch(Launch):
             return 0
         return min(INTERVALS_AT_ONCE, power_of_two(self.request.bounds.max_query_len))
 
-    @property
+    @cached_property
     def is_two_level(self) -> bool:
         """Whether the kernel can combine partials in two levels: if they are large, or if there may be many of them."""
         if self.fixed_split_size or self.has_combine_launch:
@@ -235,7 +235,7 @@ class PortableLaunch(Launch):
         """Most partitions that are chosen."""
         return self.capacity
 
-    @property
+    @cached_property
     def two_level_min_tiles(self) -> int:
         """KV tiles above which a sequence is cut into shorter partitions, since two levels combine its partials."""
         return self._two_level_min_tiles if self.is_two_level else NEVER
@@ -249,12 +249,12 @@ class PortableLaunch(Launch):
             return costs.two_level_min_tiles_small
         return costs.two_level_min_tiles
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Programs that share a partition: one for each KV head."""
         return self.request.spec.num_kv_heads
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Partitions whose programs the device holds at once."""
         return max(1, self.request.device.num_sms * self.config.programs_per_sm // self.lanes)

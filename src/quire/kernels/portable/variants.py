@@ -15,7 +15,7 @@ from quire.cache_formats import FORMATS
 from quire.dispatch.config import COSTS, ROWS_OF_PRODUCT, CostModel, KernelConfig, padded, reduced
 from quire.dispatch.device import DeviceProperties
 from quire.dispatch.request import Bounds, Options, Request, cdiv
-from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, PortableLaunch, loads_pairs
+from quire.kernels.portable.launch import FIXED_SPLIT_SIZE, NEVER, PortableLaunch, loads_pairs
 from quire.kernels.scratch import MOST_STATES
 from quire.spec import AttentionSpec
 
@@ -143,6 +143,8 @@ def variants(request: Request, options: Options, within: bool = False, alone: bo
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
+        if listed and not listed[name]:
+            continue
         if not (takes_all or was_swept) and is_short(config, rows, always):
             continue
         whole = PortableLaunch(request, config, COSTS)
@@ -256,20 +258,19 @@ def uses_of(
     if is_short or (not within and (num_splits == 1 or blocks == 0 or units >= MAX_UNITS)):
         return found or {"whole": whole}
     for use in uses_with_partitions(whole) if loads_ahead or num_splits else ():
-        split = replace(whole, num_partitions=1, partials_at_once=int(use == "joined"))
-        if num_splits:
-            split = replace(split, num_partitions=num_splits * blocks)
-        elif whole.fixed_split_size:
-            split = replace(split, num_partitions=max(1, min(split.capacity, units)))
-            if not within and split.scratch_size().total > MOST_STATES:
-                continue
-        else:
-            cost = costs.combine_launch_cost if use == "joined" else costs.combine_cost
+        partitions, cost, is_joined = (num_splits or 0) * blocks, 0.0, use == "joined"
+        if not num_splits and whole.fixed_split_size:
+            partitions = max(1, min(whole.capacity, units))
+        elif not num_splits:
+            cost = costs.combine_launch_cost if is_joined else costs.combine_cost
             cost = 0.0 if tiles <= costs.min_split_tiles else cost  # each tile has a program
-            split = replace(split, combine_cost=cost)
-            shortest = min_partition_tiles(tiles, cost, costs, split.two_level_min_tiles)
-            split = replace(split, num_partitions=max(1, min(split.capacity, blocks * cdiv(tiles, shortest))))
-        found[use] = replace(split, partials_at_once=at_once(split) if use == "joined" else 0)
+            shortest = min_partition_tiles(tiles, cost, costs, NEVER if is_joined else whole.two_level_min_tiles)
+            partitions = max(1, min(whole.capacity, blocks * cdiv(tiles, shortest)))
+        at_once = partials_at_once(whole, partitions) if is_joined else 0
+        split = replace(whole, num_partitions=partitions, combine_cost=cost, partials_at_once=at_once)
+        if whole.fixed_split_size and not within and split.scratch_size().total > MOST_STATES:
+            continue
+        found[use] = split
     return found or {"whole": whole}
 
 
@@ -289,14 +290,14 @@ def uses_with_partitions(whole: PortableLaunch) -> tuple[str, ...]:
     return USES if whole.request.bounds.max_query_len <= 1 else USES[1:]
 
 
-def at_once(split: PortableLaunch) -> int:
+def partials_at_once(whole: PortableLaunch, num_partitions: int) -> int:
     """Return how many partials of a row a program of the second launch combines at once, as `ALIKE` lists them.
 
     Partitions of whole tiles are fewer than may be, so 33 of 8 row blocks leave four partials. With eight at once in
     place of four, 8 x 1,024 took 13.8 us in place of 13.2 (32/8 heads of 128, NVIDIA H200, 2026-11-29).
     """
-    partials = split.num_partitions // max(1, split.num_row_blocks(split.request.bounds.num_tokens))
-    return next((most for most in split.ALIKE if partials <= most), split.ALIKE[-1])
+    partials = num_partitions // max(1, whole.num_row_blocks(whole.request.bounds.num_tokens))
+    return next((most for most in whole.ALIKE if partials <= most), whole.ALIKE[-1])
 
 
 def decode_launch(
