@@ -698,7 +698,7 @@ def test_a_warm_up_begins_while_a_model_is_loaded_for_what_is_compiled_later(kin
 
     layers, counts, warmed = [], [], []
     load(make_layers, kind == "mla", page_size=page_size)
-    assert counts == [1, 2, 2, 2] if kind == "windows" else [1, 1]
+    assert counts == ([1, 2, 2, 2] if kind == "windows" else [1, 1])
     monkeypatch.setattr(quire, "warmup", lambda *nouns, **more: warmed.append((nouns, more)) or [])
     runner = make_runner(make_pool(kind, page_size, torch.bfloat16), page_size)
     runner.dtype = torch.bfloat16

@@ -213,6 +213,7 @@ def warm_ups(folder: Path) -> dict:
     loader.load_weights_and_postprocess = staticmethod(lambda *args: (events.append("weights"), load(*args))[1])
     quire.begin_warmup = lambda *nouns, **more: events.append(compiled(*nouns, **more))
     quire.warmup = lambda *nouns, **more: warmed.append(compiled(*nouns, **more)) or []
+    captures_decode = contract.captures_decode
     ahead.has_gpu, contract.captures_decode = lambda runner: True, lambda options: True
     torch.cuda.current_device = lambda: 0
     importlib.import_module("sglang.srt.plugins").load_plugins()
@@ -220,7 +221,7 @@ def warm_ups(folder: Path) -> dict:
     runner.attn_backend.init_cuda_graph_state(4, 4)
     for layer in runner.model.attention_instances.values():
         runner.attn_backend.warm_up(runner.attn_backend.layers.bind(layer, has_sinks=False))
-    return {"events": events, "warmed": warmed}
+    return {"events": events, "warmed": warmed, "captures": captures_decode(runner.server_args)}
 
 
 def compiled(spec, pages, device=None, **bounds) -> tuple:
@@ -232,4 +233,5 @@ def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(m
     assert isinstance(found, dict), found
     [warmed] = found["warmed"]
     assert found["events"] == [warmed, "weights"]
+    assert not found["captures"]  # which is what the server is told
     assert warmed[-1]["max_num_seqs"] == 9 and warmed[-1]["max_seq_len"] == 513
