@@ -6,6 +6,7 @@ The scheduler drives a model in `test_sglang_scheduler.py`.
 # ruff: noqa: E402
 
 import ast
+import collections
 import dataclasses
 import importlib
 import importlib.util
@@ -32,7 +33,9 @@ with warnings.catch_warnings():
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor import model_runner
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.speculative.eagle_info import EagleVerifyInput
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -40,6 +43,7 @@ with warnings.catch_warnings():
     from quire.integrations.sglang import register
 
     register()
+    from quire.integrations.sglang import ahead
     from quire.integrations.sglang.backend import QuireBackend
 
 import quire
@@ -622,6 +626,195 @@ def test_the_first_layer_of_the_first_graph_compiles_the_kernels_of_all_steps(mo
         None, (3, None, None), (None, True, True), None, None,
         None, (3, None, None), None, None,
     ]  # fmt: skip
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Apply the hooks by SGLang's registry, as on a GPU, and return the warm-ups that are begun.
+
+    SGLang then loads a "model" by calling a function that makes layers.
+    """
+    found = []
+    importlib.import_module("sglang.srt.managers.scheduler")  # as processes that run a model do
+    monkeypatch.setattr(RadixAttention, "__init__", RadixAttention.__init__)  # to restore it
+    monkeypatch.setattr(model_runner.ModelRunner, "load_model", lambda runner: runner.make())
+    monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(ahead, "BEGUN", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(quire, "begin_warmup", lambda *nouns, **more: found.append((nouns, more)))
+    ahead.register_hooks.cache_clear()
+    register()
+    register()
+    HookRegistry.apply_hooks()
+    yield found
+    ahead.register_hooks.cache_clear()
+
+
+def load(make, use_mla: bool = False, **changes) -> SimpleNamespace:
+    """Load a model on a GPU, as SGLang's runner does; `changes` are those of its options, or of the runner."""
+    options = {
+        "attention_backend": "quire",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "disable_cuda_graph": False,
+        "kv_cache_dtype": "auto",
+        "max_running_requests": None,
+        "chunked_prefill_size": 4096,
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "enable_deterministic_inference": False,
+    }
+    runner = {
+        "device": "cuda",
+        "page_size": 1,
+        "use_mla_backend": use_mla,
+        "is_generation": True,
+        "is_draft_worker": False,
+        "model_config": SimpleNamespace(context_len=CONTEXT, dtype=torch.bfloat16),
+    }
+    options |= {name: value for name, value in changes.items() if name in options}
+    runner |= {name: value for name, value in changes.items() if name in runner}
+    loading = SimpleNamespace(**runner, server_args=SimpleNamespace(**options), make=make)
+    model_runner.ModelRunner.load_model(loading)
+    return loading
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("kind", ["mha", "mla", "windows"])
+def test_a_warm_up_begins_while_a_model_is_loaded_for_what_is_compiled_later(kind, page_size, begun, monkeypatch):
+    """Once for layers that are alike, and with the bounds of the later warm-up, by which it finds the process."""
+    windows = [-1, 15, -1, 15] if kind == "windows" else [-1, -1]
+
+    def make_layers():
+        with torch.device("cpu"):  # as SGLang's loaders say where a model is made
+            for window in windows:
+                layers.append(
+                    latent_layer() if kind == "mla" else make_layer(int(window > 0), sliding_window_size=window)
+                )
+                counts.append(len(begun))
+
+    layers, counts, warmed = [], [], []
+    load(make_layers, kind == "mla", page_size=page_size)
+    assert counts == ([1, 2, 2, 2] if kind == "windows" else [1, 1])
+    monkeypatch.setattr(quire, "warmup", lambda *nouns, **more: warmed.append((nouns, more)) or [])
+    runner = make_runner(make_pool(kind, page_size, torch.bfloat16), page_size)
+    runner.dtype = torch.bfloat16
+    backend = QuireBackend(runner)
+    backend.init_cuda_graph_state(4, 4)
+    for layer in layers:
+        backend.warm_up(backend.layers.bind(layer, has_sinks=False))
+
+    def compiled(nouns, options):
+        spec, pages = nouns
+        return spec, pages.layout, pages.strides, pages.page_size, pages.dtype, pages.scale_kind, options
+
+    assert all(options.pop("device") == torch.device("cuda", 0) for _, options in begun)
+    assert [compiled(*call) for call in warmed] == [compiled(*call) for call in begun]
+    assert all(pages.k.device.type == "meta" and pages.k.numel() * 2 >= 1 << 31 for (_, pages), _ in begun)
+
+
+def test_bounds_that_were_expected_too_small_are_those_of_the_backend(begun, monkeypatch):
+    load(make_layer, max_running_requests=3)
+    [((spec, _), options)] = begun
+    assert options["max_num_seqs"] == 4 and options["max_seq_len"] == CONTEXT + 1
+    bounds = {name: value for name, value in options.items() if name != "device"}
+    assert ahead.bounds_of(spec, bounds | {"max_num_seqs": 2, "max_seq_len": 99}) == bounds
+    for change in ({"max_num_seqs": 9}, {"min_seq_len": 9}, {"batch_invariant": True}):
+        assert ahead.bounds_of(spec, bounds | change) == bounds | change
+    other = dataclasses.replace(spec, sinks=True)
+    assert ahead.bounds_of(other, bounds | {"max_num_seqs": 2}) == bounds | {"max_num_seqs": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_backend": "triton", "prefill_attention_backend": "quire"},
+        {"attention_backend": None, "decode_attention_backend": "quire"},
+        {"kv_cache_dtype": "bf16"},
+        EAGLE | {"speculative_eagle_topk": 1},
+    ],
+    ids=str,
+)
+def test_servers_whose_warm_ups_begin_early(changes, begun):
+    load(make_layer, **changes)
+    [(_, bounds)] = begun
+    drafts = changes.get("speculative_num_draft_tokens", 1)
+    assert (bounds["max_num_seqs"], bounds["max_num_tokens"], bounds["max_seq_len"]) == (4097, 8192, CONTEXT + drafts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_backend": "triton"},
+        {"disable_cuda_graph": True},
+        {"device": "cpu"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"is_draft_worker": True},
+        {"is_generation": False},
+        EAGLE,
+        NGRAM,
+    ],
+    ids=str,
+)
+def test_servers_whose_warm_ups_do_not_begin_early(changes, begun):
+    load(make_layer, **changes)
+    assert not begun
+
+
+def test_layers_whose_warm_ups_do_not_begin_early(begun, monkeypatch, caplog):
+    make_layer()  # outside of a runner
+    fp8 = SimpleNamespace(
+        get_quant_method=lambda layer, prefix: SimpleNamespace(
+            create_weights=lambda layer: None, quant_config=SimpleNamespace(kv_cache_quant_algo="FP8")
+        )
+    )
+    load(lambda: make_layer(quant_config=fp8))
+    load(lambda: RadixAttention(HEADS, 48, 0.1, HEADS, 0, v_head_dim=32), use_mla=True)  # of expanded latents
+    with caplog.at_level("DEBUG", "quire.start"):
+        load(lambda: make_layer(attn_type=AttentionType.ENCODER_ONLY))
+    assert not begun and "attn_type of a layer must be" in caplog.text
+
+
+def test_no_start_fails_of_a_warm_up_that_cannot_begin(begun, monkeypatch, caplog):
+    def fail(*nouns, **more):
+        raise RuntimeError("no process")
+
+    monkeypatch.setattr(quire, "begin_warmup", fail)
+    layers = []
+    with caplog.at_level("DEBUG", "quire.start"):
+        load(lambda: layers.append(make_layer()))
+        load(lambda: layers.append(make_layer()), model_config=None)
+    assert len(layers) == 2 and "no process" in caplog.text and "NoneType" in caplog.text
+    with pytest.raises(ZeroDivisionError):  # of SGLang's own
+        load(lambda: 1 / 0)
+    assert ahead.LOADING.get() is None
+
+
+@pytest.mark.skipif(not NEW, reason="older versions write resolved options into server_args")
+def test_options_of_a_start_are_those_that_sglang_has_resolved(begun, monkeypatch):
+    context = importlib.import_module("sglang.srt.runtime_context")
+    kernel = SimpleNamespace(attention_backend="quire", prefill_attention_backend=None, decode_attention_backend=None)
+    decode = SimpleNamespace(backend="full")
+    graph = SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=decode))
+    monkeypatch.setattr(context, "get_exec", lambda: SimpleNamespace(kernel=kernel, graph=graph))
+    load(make_layer, attention_backend="triton", disable_cuda_graph=True)
+    assert len(begun) == 1
+    decode.backend = "disabled"
+    load(lambda: make_layer(logit_cap=5.0), attention_backend="quire", disable_cuda_graph=False)
+    assert len(begun) == 1
+
+
+def test_only_processes_that_run_a_model_get_hooks(monkeypatch):
+    """Others would import SGLang's model runner to apply them."""
+    monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
+    ahead.register_hooks.cache_clear()
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler", raising=False)
+    register()
+    assert not HookRegistry._hooks
 
 
 def test_latents_come_as_one_tensor_or_with_their_rope_columns_apart():

@@ -33,6 +33,10 @@ with warnings.catch_warnings():
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import PortArgs, ServerArgs
 
+    from quire.integrations.sglang import ahead, contract
+
+import quire
+
 NEW_TOKENS = 12
 OLD = "running_batch" not in inspect.signature(Scheduler.get_next_batch_to_run).parameters  # 0.5.12
 TAKES_RANKS = "gpu_id" in inspect.signature(Scheduler).parameters  # 0.5.12 and 0.5.17; later, they are published
@@ -199,3 +203,35 @@ def test_the_scheduler_writes_the_tokens_of_eager_attention(page_size, num_slots
     assert served["lost"] == 0
     if num_slots == 2048:
         assert served["cached"] == 130 // page_size * page_size
+
+
+def warm_ups(folder: Path) -> dict:
+    """Start a scheduler as on a GPU that captures graphs, as far as what Quire compiles; return both warm-ups."""
+    events, warmed = [], []
+    loader = importlib.import_module("sglang.srt.model_loader.loader").DefaultModelLoader
+    load = loader.load_weights_and_postprocess
+    loader.load_weights_and_postprocess = staticmethod(lambda *args: (events.append("weights"), load(*args))[1])
+    quire.begin_warmup = lambda *nouns, **more: events.append(compiled(*nouns, **more))
+    quire.warmup = lambda *nouns, **more: warmed.append(compiled(*nouns, **more)) or []
+    captures_decode = contract.captures_decode
+    ahead.has_gpu, contract.captures_decode = lambda runner: True, lambda options: True
+    torch.cuda.current_device = lambda: 0
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    runner = make_scheduler(folder).tp_worker.model_runner
+    runner.attn_backend.init_cuda_graph_state(4, 4)
+    for layer in runner.model.attention_instances.values():
+        runner.attn_backend.warm_up(runner.attn_backend.layers.bind(layer, has_sinks=False))
+    return {"events": events, "warmed": warmed, "captures": captures_decode(runner.server_args)}
+
+
+def compiled(spec, pages, device=None, **bounds) -> tuple:
+    return spec, pages.layout, pages.strides, pages.page_size, pages.dtype, bounds
+
+
+def test_a_warm_up_begins_before_weights_are_loaded_for_what_is_compiled_later(model):
+    found = in_a_process(warm_ups, model[1])
+    assert isinstance(found, dict), found
+    [warmed] = found["warmed"]
+    assert found["events"] == [warmed, "weights"]
+    assert not found["captures"]  # which is what the server is told
+    assert warmed[-1]["max_num_seqs"] == 9 and warmed[-1]["max_seq_len"] == 513

@@ -1,4 +1,4 @@
-"""What integrations of engines share: how an engine is imported, the least bound of a plan's keys, and a logger."""
+"""What integrations of engines share: how an engine is imported, bounds, and a logger."""
 
 import importlib
 import logging
@@ -8,6 +8,7 @@ from quire.version import packages_of
 
 START = logging.getLogger("quire.start")  # which `QUIRE_LOG=all` shows (`quire.log`)
 LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter more kernels are compiled ahead
+LARGE = 1 << 31  # bytes of a cache, as servers have it: on AMD's GPUs, kernels for smaller ones differ
 
 
 def load(engine: str, name: str) -> Any:

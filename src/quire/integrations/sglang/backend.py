@@ -13,7 +13,7 @@ import quire
 from quire import Batch, UnsupportedError
 from quire.integrations import layer_spec
 from quire.integrations.engine import LEAST_KEYS, START
-from quire.integrations.sglang import contract
+from quire.integrations.sglang import ahead, contract
 from quire.integrations.sglang.layers import Layer, Layers, write
 from quire.integrations.sglang.refusals import (
     drafts_branch,
@@ -283,7 +283,7 @@ class QuireBackend(base.AttentionBackend):
         if layer.spec in self.warm:
             return
         self.warm.add(layer.spec)
-        names, bounds = [], self.plans.bounds()
+        names, bounds = [], ahead.bounds_of(layer.spec, self.plans.bounds())
         computed, seen = with_trees(layer.spec)
         if computed != layer.spec or not self.drafts_branch:
             names += quire.warmup(layer.spec, layer.pages, **bounds)

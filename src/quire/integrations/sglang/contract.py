@@ -46,10 +46,35 @@ def check_version() -> None:
 
 def speculation(options: Any) -> Any:
     """Return what holds the options `speculative_*` as SGLang has resolved them."""
+    return resolved("spec", options)
+
+
+def resolved(kind: str, options: Any) -> Any:
+    """Return what holds the options of a kind as SGLang has resolved them.
+
+    Args:
+        kind: as SGLang's runtime context names it, for instance "schedule".
+        options: the server's, which older versions resolve in place.
+    """
     try:
-        return load("sglang.srt.runtime_context").get_spec()
+        return getattr(load("sglang.srt.runtime_context"), f"get_{kind}")()
     except (ModuleNotFoundError, AttributeError, ValueError):  # 0.5.12; outside of a server
         return options
+
+
+def attention_backends(options: Any) -> tuple[str | None, str | None]:
+    """Return the names of the backends of prefill and of decode."""
+    kernel = getattr(resolved("exec", options), "kernel", options)
+    names = kernel.prefill_attention_backend, kernel.decode_attention_backend
+    return names[0] or kernel.attention_backend, names[1] or kernel.attention_backend
+
+
+def captures_decode(options: Any) -> bool:
+    """Return whether SGLang captures the steps of decode."""
+    graph = getattr(resolved("exec", options), "graph", None)
+    if graph is None or getattr(graph, "cuda_graph_config", None) is None:  # 0.5.12
+        return not options.disable_cuda_graph
+    return graph.cuda_graph_config.decode.backend != "disabled"
 
 
 def verify_mask(max_num_seqs: int, num_drafts: int, is_read: bool, device: Any) -> Any:

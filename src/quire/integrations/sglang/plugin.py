@@ -1,12 +1,14 @@
 """How SGLang finds the backend: by a name in its lists of choices and in its registry."""
 
 import os
+import sys
 from typing import Any
 
 from quire.integrations.sglang import contract
 
 NAME = "quire"
 DSA = "dsa"  # SGLang's name of attention to keys that an indexer chooses, which its models ask for
+SCHEDULER = "sglang.srt.managers.scheduler"  # of the processes that run a model
 CHOSEN_KEYS = "QUIRE_SGLANG_DSA"  # "1" has Quire attend to these
 
 
@@ -14,6 +16,7 @@ def register() -> None:
     """Register the backend with SGLang. Calling it again changes nothing.
 
     It imports only SGLang's registry and its arguments. An unsupported version is refused when the backend is made.
+    Hooks are registered where SGLang has imported its scheduler: to apply them, SGLang imports its model runner.
     """
     arguments = contract.load("sglang.srt.server_args")
     for choices, add in (
@@ -32,6 +35,10 @@ def register() -> None:
         registry.register_attention_backend(NAME)(create)
     if os.environ.get(CHOSEN_KEYS) == "1" and DSA in registry.ATTENTION_BACKENDS:
         registry.ATTENTION_BACKENDS[DSA] = create_dsa
+    if SCHEDULER in sys.modules:
+        from quire.integrations.sglang import ahead
+
+        ahead.register_hooks()
 
 
 def create(model_runner: Any) -> Any:

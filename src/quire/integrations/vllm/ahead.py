@@ -11,11 +11,10 @@ import torch
 
 import quire
 from quire import PagedKVCache
+from quire.integrations.engine import LARGE
 from quire.integrations.vllm import contract
 from quire.integrations.vllm.plans import SHARES, bounds_of, warms_up
 from quire.integrations.vllm.spans import has_spans
-
-LARGE = 1 << 31  # bytes of a cache, as servers have it: on AMD's GPUs, kernels for smaller ones differ
 
 
 def begin(impl: Any, quantised: bool) -> None:
