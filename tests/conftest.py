@@ -138,7 +138,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         def missing(launch: Any) -> int:
             return len(set(words) - set(choose.variant_of(launch).split()))
 
-        monkeypatch.setattr(choose, "least", lambda found: sorted(least(found), key=missing))
+        monkeypatch.setattr(choose, "least", lambda *found: sorted(least(*found), key=missing))
         forget()
 
     yield take

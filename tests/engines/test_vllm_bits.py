@@ -82,7 +82,7 @@ def test_generated_tokens_have_the_log_probabilities_of_one_prefill(
     """
     if not invariant:
         monkeypatch.setattr(
-            choose, "least", lambda found: sorted(found.values(), key=lambda one: not one.num_partitions)
+            choose, "least", lambda found, *_: sorted(found.values(), key=lambda one: not one.num_partitions)
         )
     forget()  # what tests before chose
     lengths, build = [], QuireMetadataBuilder.build

@@ -94,7 +94,7 @@ def two_warpgroups_for_long_bounds(monkeypatch):
     def wanted(launch):
         return launch.request.bounds.max_seq_len >= LONG and "wg2" not in choose.variant_of(launch)
 
-    monkeypatch.setattr(choose, "least", lambda found: sorted(least(found), key=wanted))
+    monkeypatch.setattr(choose, "least", lambda *found: sorted(least(*found), key=wanted))
     forget()
     yield
     forget()

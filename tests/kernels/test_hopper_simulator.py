@@ -724,6 +724,16 @@ def test_splits(lens, extra, page_size, take):
     assert verdict.passed, (plan, verdict)
 
 
+def test_more_splits_than_are_combined_at_once(take):
+    """Of one KV head, up to 64 splits fill the device. Sixteen are combined at once; some splits here are empty."""
+    take("split")
+    p = make_problem(quire.AttentionSpec(num_q_heads=8, num_kv_heads=1, head_dim=64, sinks=True), ((9, 2300),))
+    plan = make_plan(p, 16384, num_sms=80)
+    assert plan.launch.num_splits == 64, plan
+    verdict = error_budget(p, attend(p, plan)[0])
+    assert verdict.passed, (plan, verdict)
+
+
 @pytest.mark.parametrize(
     ("lens", "bound", "num_sms"),
     [
