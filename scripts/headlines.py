@@ -396,13 +396,13 @@ def sglang() -> str:
 def starts() -> str:
     """Return how long servers take to start with nothing compiled, and with Quire's kernels exported, as a table."""
     run, newer = read("sglang_h200"), read("vllm026_h200")
-    first = {each["backend"]: each["startup_s"] for each in reversed(run["speed"]) if each["round"] == 0}
-    machine, start = run["machine"], newer["start"]
+    first, start = run["start"], newer["start"]
+    quire, fa3 = (", ".join(f"{seconds:.0f}" for seconds in first[name]) for name in ("quire", "fa3"))
     return (
         "| seconds until a server is ready | Quire | Quire, exported kernels | FlashAttention 3 | Triton |\n"
         "| --- | --- | --- | --- | --- |\n"
-        f"| [SGLang {machine['sglang']}](results/sglang_h200.md), {machine['date']} "
-        f"| {first['quire']:.0f} | not measured | {first['fa3']:.0f} | {first['triton']:.0f} |\n"
+        f"| [SGLang {run['machine']['sglang']}](results/sglang_h200.md), {first['date']} "
+        f"| {quire} | not measured | {fa3} | not measured |\n"
         f"| [vLLM {newer['about']['vllm']}](results/vllm026_h200.md), {start['date']} | {start['CUSTOM']:.0f} "
         f"| {start['CUSTOM, exported']:.0f} | {start['FLASH_ATTN']:.0f} | not measured |\n"
     )
