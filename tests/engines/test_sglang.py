@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+from dataclasses import astuple
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -968,6 +969,17 @@ def test_deterministic_inference_takes_batch_invariant_plans(monkeypatch):
     for options in ({}, {"enable_deterministic_inference": True}):
         assert Server(**options).run(ForwardMode.EXTEND, {3: 20}, make_layer())
     assert asked == [False, True]
+
+
+def test_steps_with_prompts_that_are_almost_as_long_have_one_plan():
+    """Of which the bounds of queries are rounded up. A step with a graph has those of its graph."""
+    server, layer, seen = Server(), make_layer(), []
+    for count in (70, 17, 18, 21):
+        server.run(ForwardMode.EXTEND, {3: count, 5: 1}, layer)
+        seen += server.backend.forward_metadata.plans.values()
+    _, first, second, third = seen
+    assert first is second and first is not third
+    assert astuple(first.bounds) == (20, 128, 20), first
 
 
 def test_plans_are_kept_from_step_to_step():

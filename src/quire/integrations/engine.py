@@ -11,6 +11,12 @@ LEAST_KEYS = 64  # for which a plan is made: with plans for fewer, a quarter mor
 LARGE = 1 << 31  # bytes of a cache, as servers have it: on AMD's GPUs, kernels for smaller ones differ
 
 
+def rounded_up(number: int, most: int) -> int:
+    """Return the next number of three binary digits and zeros, or `most` if that comes first."""
+    step = 1 << max(0, number.bit_length() - 3)
+    return max(number, min(most, -(-number // step) * step))
+
+
 def load(engine: str, name: str) -> Any:
     """Import a module of an engine; raise ModuleNotFoundError with advice if the engine is not installed."""
     try:

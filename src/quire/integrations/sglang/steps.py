@@ -13,7 +13,7 @@ import torch
 
 import quire
 from quire import AttentionSpec, Batch, Plan
-from quire.integrations.engine import LEAST_KEYS
+from quire.integrations.engine import LEAST_KEYS, rounded_up
 from quire.integrations.sglang.trees import Trees
 
 MAX_PLANS = 256  # kept by a backend, besides those of captured graphs
@@ -129,7 +129,10 @@ class Plans:
         return self.workspaces[key]
 
     def plan(self, spec: AttentionSpec, step: Step, num_tokens: int, *, in_window_pool: bool) -> Plan:
-        """Return the step's plan for a kind of layer; an earlier one if bounds and memory are the same."""
+        """Return the step's plan for a kind of layer; an earlier one if bounds and memory are the same.
+
+        Bounds of queries are rounded up: no two steps with prompts are alike, and to decide a plan takes a millisecond.
+        """
         plan = step.plans.get((id(spec), in_window_pool))
         if plan is not None:
             return plan
@@ -139,14 +142,18 @@ class Plans:
             x.data_ptr() for x in (batch.page_table, batch.seq_lens, batch.tree_bits, batch.key_begin) if x is not None
         )
         shape = batch.page_table.stride(0), batch.page_table.shape, step.starts is None
-        key = spec, num_tokens, step.max_query_len, step.max_seq_len, addresses, shape, step.captured
+        max_query_len = step.max_query_len
+        if max_query_len > 1 and not step.captured:
+            num_tokens = rounded_up(num_tokens, self.max_num_tokens)
+            max_query_len = rounded_up(max_query_len, min(num_tokens, step.max_seq_len))
+        key = spec, num_tokens, max_query_len, step.max_seq_len, addresses, shape, step.captured
         plan = self.kept.get(key)
         if plan is None:
             workspace = self.workspace(computed, step.seq_lens.shape[0], num_tokens, step.max_seq_len, seen)
             plan = quire.plan(
                 computed,
                 batch,
-                max_query_len=step.max_query_len,
+                max_query_len=max_query_len,
                 max_seq_len=step.max_seq_len,
                 num_tokens=num_tokens,
                 workspace=workspace,

@@ -16,7 +16,7 @@ import torch
 
 import quire
 from quire import AttentionSpec, ChosenKeys, PagedKVCache, Plan
-from quire.integrations.engine import LEAST_KEYS, START
+from quire.integrations.engine import LEAST_KEYS, START, rounded_up
 from quire.integrations.vllm import contract
 
 envs: Any = contract.load("vllm.envs")
@@ -196,12 +196,6 @@ def say_once(spec: AttentionSpec, names: tuple[str, ...]) -> None:
     layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
     contract.logger.info("Quire attends in %s: %s, a cache in %s", layers, heads, dtype)
     START.debug("vLLM chose Quire for %s: %s, a cache in %s", layers, heads, dtype)
-
-
-def rounded_up(number: int, most: int) -> int:
-    """Return the next number of three binary digits and zeros, or `most` if that comes first."""
-    step = 1 << max(0, number.bit_length() - 3)
-    return max(number, min(most, -(-number // step) * step))
 
 
 @lru_cache(maxsize=1024)
