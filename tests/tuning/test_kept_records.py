@@ -41,6 +41,14 @@ def test_batches_of_the_tables_and_mixed_ones_that_were_misjudged(judged):
     assert len(mixed) > 300 and summary(mixed)["worst_regret"] <= 1.35, summary(mixed)
 
 
+def test_the_code_of_an_older_card_takes_little_longer_than_the_fastest():
+    """Of batches that no number was fitted to: mixed, ragged, chunks, drafts, prompts and decode of models' heads."""
+    header, timed = read_records([KEPT / "h200_sm80_80027.jsonl.xz"])
+    judged = judge_now(timed, DeviceProperties(**header["properties"]))
+    found = summary(judged)
+    assert found["cases"] == 791 and found["mean_regret"] <= 1.04 and found["regret_95"] <= 1.21, found
+
+
 def test_the_records_are_judged_from_a_command(capsys):
     path = KEPT / "h200_sm80_80011.jsonl.xz"
     assert main(["tune", "judge", str(path), "--worst", "2"]) == 0
