@@ -130,16 +130,19 @@ def assert_within_budget() -> Callable[[Problem, torch.Tensor | quire.State], No
 
 
 @pytest.fixture
-def take(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that makes plans take the variant with most of some words in its name."""
-    least = choose.least
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that makes plans take the launch with the least key, and of those the first by `least`."""
 
-    def take(*words: str) -> None:
-        def missing(launch: Any) -> int:
-            return len(set(words) - set(choose.variant_of(launch).split()))
-
-        monkeypatch.setattr(choose, "least", lambda *found: sorted(least(*found), key=missing))
+    def order(key: Callable[[Any], Any], least: Callable[..., Any]) -> None:
+        monkeypatch.setattr(choose, "least", lambda *found: sorted(least(*found), key=key))
         forget()
 
-    yield take
+    yield order
     forget()
+
+
+@pytest.fixture
+def take(order: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that makes plans take the variant with most of some words in its name."""
+    least = choose.least
+    return lambda *words: order(lambda launch: len(set(words) - set(choose.variant_of(launch).split())), least)

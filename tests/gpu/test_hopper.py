@@ -14,7 +14,6 @@ import torch
 
 import quire
 from quire import intervals
-from quire.dispatch.constants import forget
 from quire.dispatch.device import device_properties
 from quire.kernels import choose
 from quire.plan import make_plan
@@ -87,17 +86,13 @@ SIGHTS = {
 
 
 @pytest.fixture(autouse=True)
-def two_warpgroups_for_long_bounds(monkeypatch):
+def two_warpgroups_for_long_bounds(order):
     """Take programs of two consumer warpgroups where bounds are LONG, so that tests see both numbers."""
-    least = choose.least
 
     def wanted(launch):
         return launch.request.bounds.max_seq_len >= LONG and "wg2" not in choose.variant_of(launch)
 
-    monkeypatch.setattr(choose, "least", lambda *found: sorted(least(*found), key=wanted))
-    forget()
-    yield
-    forget()
+    order(wanted, choose.least)
 
 
 def in_turn(cases):
