@@ -19,7 +19,6 @@ from quire import AttentionSpec
 from quire.integrations.engine import LARGE, START
 from quire.integrations.sglang import contract
 from quire.integrations.sglang.layers import Layers
-from quire.integrations.sglang.plugin import NAME
 from quire.integrations.sglang.refusals import drafts_branch
 from quire.integrations.sglang.steps import Plans
 
@@ -70,8 +69,9 @@ def will_warm_up(runner: Any, layer: Any) -> bool:
     config = getattr(layer.quant_method, "quant_config", None)
     is_quantised = kv_dtype not in ("auto", "bf16", "bfloat16") or getattr(config, "kv_cache_quant_algo", None)
     is_expanded = runner.use_mla_backend and layer.tp_k_head_num != 1  # from latents, for prompts
-    is_served = NAME in contract.attention_backends(options) and runner.is_generation and not runner.is_draft_worker
-    is_known = not (is_quantised or is_expanded or drafts_branch(contract.speculation(options)))
+    is_served = contract.NAME in contract.attention_backends(options) and runner.is_generation
+    is_draft = runner.is_draft_worker or drafts_branch(contract.speculation(options))
+    is_known = not (is_quantised or is_expanded or is_draft)
     return is_served and is_known and contract.captures_decode(options)
 
 

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 from quire import UnsupportedError
 from quire.integrations import engine
 
+NAME = "quire"  # of the backend
 SUPPORTED = (Version("0.5.12"), Version("0.6"))  # from, and before
 
 logger = logging.getLogger(f"sglang.{__name__}")

@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 from quire.integrations.sglang import contract
+from quire.integrations.sglang.contract import NAME
 
-NAME = "quire"
 DSA = "dsa"  # SGLang's name of attention to keys that an indexer chooses, which its models ask for
 SCHEDULER = "sglang.srt.managers.scheduler"  # of the processes that run a model
 CHOSEN_KEYS = "QUIRE_SGLANG_DSA"  # "1" has Quire attend to these

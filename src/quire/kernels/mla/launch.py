@@ -1,6 +1,7 @@
 """`MLALaunch`: a launch of the portable MLA kernel, and its runner."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -44,7 +45,7 @@ class MLALaunch(PortableLaunch):
         """Row blocks of a band: programs that share a partition."""
         return min(MAX_ROW_BLOCKS, cdiv(self.max_rows, self.config.block_m))
 
-    @property
+    @cached_property
     def multi_block(self) -> bool:
         """Whether a sequence may have several bands."""
         return self.max_rows > self.row_blocks * self.config.block_m
@@ -54,12 +55,12 @@ class MLALaunch(PortableLaunch):
         """False: masks cost little next to products of this width."""
         return False
 
-    @property
+    @cached_property
     def partial_rows(self) -> int:
         """Rows of a partial, a power of two."""
         return min(self.config.block_m, power_of_two(self.max_rows))
 
-    @property
+    @cached_property
     def is_two_level(self) -> bool:
         """Whether the kernel can combine partials in two levels: if there may be many of them."""
         tiles = cdiv(self.request.bounds.max_seq_len, self.config.block_n)
@@ -73,7 +74,7 @@ class MLALaunch(PortableLaunch):
         """
         return self.capacity * BANDS_PER_PROGRAM if self.multi_block else self.capacity
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Programs that share a partition: one for each row block of a band."""
         return self.row_blocks
