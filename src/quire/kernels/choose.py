@@ -143,7 +143,7 @@ def least(found: Mapping[str, Launch], known: list[dict[str, float]] | None = No
 
     Args:
         found: launches for one request, by name.
-        known: predicted times by name, for each of these lengths; those of others are added.
+        known: predicted times by name, for each of these lengths. Times of further launches are added to it.
     """
     first, cost = next(iter(found.values())), dict.fromkeys(found, 0.0)
     if len(found) == 1:

@@ -148,8 +148,8 @@ def section_of(launch: HopperLaunch) -> int | None:
 def most_splits(launch: HopperLaunch) -> int:
     """Return into how many splits the keys of each work tile are cut to fill the device; 1 if it is filled already.
 
-    There are no more than it takes for the longest to have so few tiles. Where lengths may differ, most splits have few
-    keys. Their states must have room, too.
+    With fewer splits, the longest one would have more tiles. Where lengths differ, most splits have few keys. Scratch
+    has room for the states of a limited number of rows.
     """
     request, config, device = launch.request, launch.config, launch.request.device
     work_tiles = max(1, launch.num_work_tiles(request.bounds.num_tokens))

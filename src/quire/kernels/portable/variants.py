@@ -143,7 +143,7 @@ def variants(request: Request, options: Options, within: bool = False, alone: bo
     configs = {name: config for name, config in configs.items() if may_suit(config, rows, configs, device)}
     always = {name: config for name, config in configs.items() if not listed or "w" in listed[name]}  # for any keys
     for name, config in configs.items():
-        if listed and not listed[name]:
+        if listed and not listed[name]:  # no use of it
             continue
         if not (takes_all or was_swept) and is_short(config, rows, always):
             continue
