@@ -48,7 +48,7 @@ def while_loading(load: Callable[..., Any], runner: Any, *args: Any, **options: 
 
 
 def after_layer(result: Any, layer: Any, *args: Any, **options: Any) -> None:
-    """Begin the warm-up of a layer that SGLang has made, if it can be foreseen. An error is logged and ends no start."""
+    """Begin the warm-up of a layer that SGLang made, if it can be foreseen. An error is logged and ends no start."""
     runner = LOADING.get()
     try:
         if runner is not None and has_gpu(runner) and will_warm_up(runner, layer):
